@@ -1,0 +1,465 @@
+/*
+ * EntmaxKV: alpha-entmax attention decoded from a paged KV cache.
+ *
+ * SPDX-License-Identifier: Apache-2.0
+ *
+ * INTRODUCTION
+ *
+ * A decode step of attention reads the whole KV cache, so memory traffic sets its speed.  With alpha-entmax (alpha > 1) most
+ * tokens get a weight of exactly zero; a step that reads only the others returns the same result.  This library keeps small
+ * statistics for every page of the cache, decides from them what to read, reads that, and solves the entmax exactly on what it
+ * read (Duarte, Couceiro, Treviso 2026).
+ *
+ * The three levels of the interface, each usable without the next:
+ *
+ *   1. ekv_entmax()            a row of scores to weights
+ *   2. ekv_kv, ekv_index,      kernels on the caller's memory: page statistics, page bounds and moments, selection, decoding
+ *      ekv_decode()
+ *   3. ekv_cache               a managed cache: sequences, append, truncate; ekv_decode() takes it in place of the caller's memory
+ *
+ * A first program (README shows it whole):
+ *
+ *      ekv_context *context = NULL;
+ *      ekv_context_create(NULL, &context, NULL, 0);            // best backend, all physical cores
+ *      ekv_cache_params shape = ekv_cache_params_default();    // then layers, heads, dims, blocks
+ *      ekv_cache *cache = NULL;
+ *      ekv_cache_create(context, &shape, &cache);
+ *      int32_t sequence;
+ *      ekv_sequence_create(context, cache, &sequence);
+ *      ekv_cache_append(context, cache, sequence, layer, &rows);
+ *      ekv_decode_params step = ekv_decode_params_default();   // then cache, layer, q, out, alpha, policy
+ *      ekv_decode(context, &step);
+ *
+ * TERMS
+ *
+ *   score       s_i = scale * (q . k_i) + slope * (i - i_q): i is a token's index in its sequence, i_q the query token's own
+ *               index, slope the ALiBi slope of the query head (0: no position).  Positions enter as differences alone, so a
+ *               sequence whose first token is not at position 0 needs no base.
+ *   z, beta     z_i = (alpha - 1) * s_i, beta = 1 / (alpha - 1)
+ *   weights     p_i = max(z_i - tau, 0)^beta with sum 1; tau is the threshold.  alpha = 2 is sparsemax.  alpha = 1 is softmax,
+ *               for which z_i = s_i and tau is reported as the log of the sum of exp(s_i).
+ *   support     the tokens with p_i > 0
+ *   page        page_size consecutive tokens of a sequence.  It lies in one block of a pool; a block table maps page to block.
+ *   group       the q_heads / kv_heads query heads that share one KV head: query head h reads KV head h / group
+ *   E           a bound on the probability mass of the tokens that were not read (their true mass under the full-cache weights
+ *               is at most E <= 1).  The output then differs from the full-cache output by at most 2 * B * E in L2 norm, B the
+ *               largest norm of a value vector.
+ *
+ * CONVENTIONS
+ *
+ *   Status    Every call that can fail returns ekv_status; EKV_OK is 0.  On any other value the outputs are untouched and
+ *             ekv_last_error() says which argument was wrong, with its value.
+ *   Structs   Parameter structs begin with their own size.  Start from the *_default() function, then set fields: a program
+ *             compiled against an older header keeps working with a newer library.
+ *   Strides   int64_t, in elements, never bytes.  The innermost dimension is always contiguous.  In q, out and append a stride
+ *             of 0 means packed.
+ *   Threads   A context serves one call at a time.  Contexts share nothing writable.  Many contexts may read one cache, index
+ *             or KV memory at once; none may read while another appends, updates, truncates or frees.
+ *   Process   The library never prints, exits, or installs handlers, and leaves affinity, OpenMP settings and floating-point
+ *             modes as they were.
+ *   Same bits With one build and one backend list, outputs, selections and reports do not depend on the number of threads, on
+ *             where the KV memory lies, or on which CPU backend ran (scalar, avx2, ...).  The `reference` backend is separate
+ *             code in double precision and agrees within rounding only.  Builds with and without SLEEF differ in the last bits
+ *             where exp, pow or the normal distribution enter: alpha = 1, alpha outside {4/3, 1.5, 2}, policy gaussian.
+ *   NaN       A NaN or +infinity among the scores that a head reads makes that head's output and tau NaN and touches no other
+ *             head (NaN or infinite keys always count as worth reading).  Unused slots of a page are never read.
+ */
+#ifndef ENTMAXKV_H
+#define ENTMAXKV_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define EKV_VERSION_MAJOR 0
+#define EKV_VERSION_MINOR 1
+#define EKV_VERSION_PATCH 0
+/* One comparable number.  While the major version is 0 a minor version may change the interface; patch versions never do. */
+#define EKV_VERSION (EKV_VERSION_MAJOR * 10000 + EKV_VERSION_MINOR * 100 + EKV_VERSION_PATCH)
+
+#if defined(_WIN32) && defined(ENTMAXKV_SHARED)
+#  ifdef ENTMAXKV_BUILDING
+#    define EKV_API __declspec(dllexport)
+#  else
+#    define EKV_API __declspec(dllimport)
+#  endif
+#elif defined(__GNUC__)
+#  define EKV_API __attribute__((visibility("default")))
+#else
+#  define EKV_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ------------------------------------------------------------------------------------------------------------------------
+ * Status, types, limits
+ * --------------------------------------------------------------------------------------------------------------------- */
+
+typedef enum ekv_status {
+    EKV_OK = 0,
+    EKV_ERROR_INVALID_ARGUMENT = 1, /* a value out of range, a NULL that may not be, sizes that do not fit each other */
+    EKV_ERROR_UNSUPPORTED = 2,      /* a valid request that this library, build or backend does not serve */
+    EKV_ERROR_OUT_OF_MEMORY = 3,    /* the allocator returned NULL */
+    EKV_ERROR_CAPACITY = 4,         /* the cache has no free block or sequence left, or fixed scratch is too small */
+    EKV_ERROR_UNAVAILABLE = 5,      /* a backend was asked for by name and cannot run here */
+    EKV_ERROR_INTERNAL = 6          /* a defect of the library */
+} ekv_status;
+
+typedef enum ekv_dtype { EKV_F32 = 0, EKV_F16 = 1, EKV_BF16 = 2 } ekv_dtype;
+
+/* What a decode step reads.  All but `full` need an index with the statistics named (ekv_statistics). */
+typedef enum ekv_policy {
+    EKV_POLICY_FULL = 0,     /* every key; values of the support alone */
+    EKV_POLICY_TOPK = 1,     /* the pages with the largest box bounds, `budget` tokens of them; needs BOX */
+    EKV_POLICY_GAUSSIAN = 2, /* pages likely to reach an estimate of tau; needs GAUSSIAN; alpha > 1 */
+    EKV_POLICY_PAGES = 3     /* the pages that the caller marks in `page_mask` */
+} ekv_policy;
+
+/* How policy gaussian estimates tau: one normal distribution for all scores, or a mixture with one per page. */
+typedef enum ekv_gaussian_model {
+    EKV_GAUSSIAN_AUTO = 0, /* per query head: SINGLE where its slope is 0, MIXTURE elsewhere */
+    EKV_GAUSSIAN_SINGLE = 1,
+    EKV_GAUSSIAN_MIXTURE = 2
+} ekv_gaussian_model;
+
+/* Page statistics, a set of flags.  Memory per page and KV head, with D = k_dim and e the bytes of an element:
+ * BOX 2*D*e; GAUSSIAN 2*D*2 for f16 keys, else 2*D*4; NORMS 8. */
+enum ekv_statistics {
+    EKV_STATISTICS_BOX = 1,      /* per-dimension minimum and maximum: bounds for topk and for E */
+    EKV_STATISTICS_GAUSSIAN = 2, /* per-dimension mean and standard deviation */
+    EKV_STATISTICS_NORMS = 4     /* largest key norm and largest value norm: the output error bound */
+};
+
+#define EKV_MAX_DIM 1024       /* k_dim and v_dim: 1 to EKV_MAX_DIM */
+#define EKV_MAX_PAGE_SIZE 256  /* page_size: 1 to EKV_MAX_PAGE_SIZE */
+
+/* A short English text for a status; never NULL. */
+EKV_API const char *ekv_strerror(ekv_status status);
+/* "f32", "topk", ...; "?" for a value outside the enum. */
+EKV_API const char *ekv_dtype_name(ekv_dtype dtype);
+EKV_API const char *ekv_policy_name(ekv_policy policy);
+/* The version of the library that runs, to compare with EKV_VERSION, the version of the header that was compiled. */
+EKV_API int ekv_version(void);
+
+/* ------------------------------------------------------------------------------------------------------------------------
+ * Context: backend, threads, scratch memory
+ * --------------------------------------------------------------------------------------------------------------------- */
+
+/* Where the library gets memory.  `allocate` returns memory aligned to `alignment` (a power of two) or NULL; `release` gets
+ * what `allocate` returned, with the same size.  NULL functions: the C library's. */
+typedef struct ekv_allocator {
+    void *user;
+    void *(*allocate)(void *user, size_t bytes, size_t alignment);
+    void (*release)(void *user, void *memory, size_t bytes);
+} ekv_allocator;
+
+/* A host's own thread pool: run task(arg, i) once for each i in [0, n), in any order, on any threads, and return when all are
+ * done.  At most `threads` tasks may run at once. */
+typedef void (*ekv_task)(void *arg, int64_t i);
+typedef void (*ekv_parallel_for)(void *user, int64_t n, ekv_task task, void *arg);
+
+typedef struct ekv_context_params {
+    size_t size;
+    const char *backend;   /* NULL: the environment variable ENTMAXKV_BACKEND, and without it the best available.
+                              A name ("reference", "scalar", "avx2", ...) is strict: EKV_ERROR_UNAVAILABLE if it cannot run. */
+    int32_t threads;       /* 0: the physical cores that this process may use */
+    int32_t fixed_scratch; /* 0: a step larger than any before it enlarges the scratch memory; 1: it fails with
+                              EKV_ERROR_CAPACITY, so that ekv_reserve() is the only call that allocates */
+    ekv_allocator allocator;
+    ekv_parallel_for parallel_for; /* NULL: OpenMP, or one thread in a build without it */
+    void *parallel_user;
+} ekv_context_params;
+
+static inline ekv_context_params ekv_context_params_default(void) {
+    ekv_context_params p = {sizeof(ekv_context_params), NULL, 0, 0, {NULL, NULL, NULL}, NULL, NULL};
+    return p;
+}
+
+typedef struct ekv_context ekv_context;
+
+/* Creates a context.  params may be NULL for the defaults.  On failure *context is NULL, and since there is then no context to
+ * hold the message, up to message_size bytes of it go to `message` (may be NULL). */
+EKV_API ekv_status ekv_context_create(const ekv_context_params *params, ekv_context **context, char *message,
+                                      size_t message_size);
+EKV_API void ekv_context_destroy(ekv_context *context); /* NULL is allowed */
+
+/* What went wrong in this context's last failed call: the argument's name and value.  Valid until the context's next call;
+ * never NULL. */
+EKV_API const char *ekv_last_error(const ekv_context *context);
+
+/* What the context runs on. */
+EKV_API const char *ekv_context_backend(const ekv_context *context);
+EKV_API const char *ekv_context_backend_reason(const ekv_context *context); /* why that one: "forced by ...", "best of ..." */
+EKV_API int32_t ekv_context_threads(const ekv_context *context);
+
+typedef struct ekv_backend_info {
+    size_t size;
+    const char *name;
+    int32_t compiled;   /* part of this build */
+    int32_t available;  /* this processor and operating system can run it */
+    int32_t worthwhile; /* chosen by default when nothing better is available */
+    const char *note;   /* what is missing, or why it is not worthwhile; "" if neither */
+} ekv_backend_info;
+
+/* Backend number i = 0, 1, ...; EKV_ERROR_INVALID_ARGUMENT past the last.  Needs no context and may be called by any thread. */
+EKV_API ekv_status ekv_backend(int32_t i, ekv_backend_info *info);
+
+/* ------------------------------------------------------------------------------------------------------------------------
+ * Level 1: the transform
+ * --------------------------------------------------------------------------------------------------------------------- */
+
+/* alpha-entmax of a row: weights[i] = max((alpha-1) scores[i] - tau, 0)^(1/(alpha-1)), sum 1.
+ *   alpha     finite, >= 1; 1 is softmax
+ *   scores    [n]; -infinity gets weight 0; NaN or +infinity makes all weights and tau NaN
+ *   n         >= 0; with 0 tau is -infinity and the support 0
+ *   weights   [n], may be the same memory as scores
+ *   tau       may be NULL; in z units, see TERMS
+ *   support   may be NULL; the number of weights > 0 before they are rounded to float
+ * Method: closed forms for alpha = 1.5, 2 and 4/3, a safeguarded Newton iteration for the others. */
+EKV_API ekv_status ekv_entmax(ekv_context *context, double alpha, const float *scores, int64_t n, float *weights, double *tau,
+                              int64_t *support);
+
+/* ------------------------------------------------------------------------------------------------------------------------
+ * Level 2: the caller's KV memory and its page statistics
+ * --------------------------------------------------------------------------------------------------------------------- */
+
+/* One layer's keys and values, read in place.  Element d of token t of block b of KV head h is
+ *      k[b * k_block_stride + t * k_token_stride + h * k_head_stride + d],   0 <= t < page_size
+ * and likewise for v.  Some layouts, with H = kv_heads, P = page_size, D the dimension:
+ *      [tokens][heads][dim]            block P*H*D, token H*D, head D          (a contiguous sequence)
+ *      [heads][tokens][dim]            block P*D,   token D,   head tokens*D
+ *      [blocks][page][heads][dim]      block P*H*D, token H*D, head D          (vLLM's flash layout)
+ *      [blocks][heads][page][dim]      block P*H*D, token D,   head P*D
+ * Layouts that split a key's dimensions or transpose values cannot be expressed: no stride separates the innermost dimension. */
+typedef struct ekv_kv {
+    size_t size;
+    ekv_dtype dtype; /* of k and v */
+    int32_t kv_heads;
+    int32_t k_dim, v_dim; /* may differ; 1 to EKV_MAX_DIM */
+    int32_t page_size;    /* tokens per block, 1 to EKV_MAX_PAGE_SIZE */
+    int64_t blocks;       /* blocks in the pool: block table entries are checked against it */
+    const void *k, *v;
+    int64_t k_block_stride, k_token_stride, k_head_stride;
+    int64_t v_block_stride, v_token_stride, v_head_stride;
+} ekv_kv;
+
+static inline ekv_kv ekv_kv_default(void) {
+    ekv_kv p = {sizeof(ekv_kv), EKV_F16, 0, 0, 0, 16, 0, NULL, NULL, 0, 0, 0, 0, 0, 0};
+    return p;
+}
+
+/* Statistics of the pages of one ekv_kv, keyed by physical block: sequences that share a block share its statistics. */
+typedef struct ekv_index ekv_index;
+
+typedef struct ekv_index_params {
+    size_t size;
+    ekv_dtype dtype;
+    int32_t kv_heads, k_dim, v_dim, page_size;
+    int64_t blocks;
+    uint32_t statistics; /* flags of ekv_statistics */
+} ekv_index_params;
+
+static inline ekv_index_params ekv_index_params_default(void) {
+    ekv_index_params p = {sizeof(ekv_index_params), EKV_F16, 0, 0, 0, 16, 0,
+                          EKV_STATISTICS_BOX | EKV_STATISTICS_GAUSSIAN | EKV_STATISTICS_NORMS};
+    return p;
+}
+
+/* Bytes that ekv_index_create needs for these parameters; 0 if they are invalid. */
+EKV_API size_t ekv_index_bytes(const ekv_index_params *params);
+
+/* Creates an index whose pages are all unknown (an unknown page is always read).  memory: NULL to use the context's allocator,
+ * or the caller's, aligned to 64 bytes, `bytes` long, which must outlive the index. */
+EKV_API ekv_status ekv_index_create(ekv_context *context, const ekv_index_params *params, void *memory, size_t bytes,
+                                    ekv_index **index);
+EKV_API void ekv_index_destroy(ekv_index *index); /* NULL is allowed; memory of the caller's is not released */
+
+/* Rebuilds the statistics of the pages that hold tokens [first, first + count) of a sequence, from that page's tokens below
+ * `length`, the sequence's present length.  Call it after writing those keys and values.
+ *   block_table   [ceil(length / page_size)] blocks of the sequence; NULL: page p lies in block p
+ * Cost: reads each touched page once.  Threads: one caller per index at a time. */
+EKV_API ekv_status ekv_index_update(ekv_context *context, ekv_index *index, const ekv_kv *kv, const int32_t *block_table,
+                                    int64_t first, int64_t count, int64_t length);
+
+/* Forgets the statistics of those pages (keys are being rewritten, blocks are given to another sequence): until the next update
+ * they count as unknown and are read. */
+EKV_API ekv_status ekv_index_invalidate(ekv_context *context, ekv_index *index, const int32_t *block_table, int64_t first,
+                                        int64_t count);
+
+/* ------------------------------------------------------------------------------------------------------------------------
+ * Level 3: the managed cache
+ * --------------------------------------------------------------------------------------------------------------------- */
+
+typedef struct ekv_cache ekv_cache;
+
+typedef struct ekv_cache_params {
+    size_t size;
+    ekv_dtype dtype; /* storage of keys and values */
+    int32_t layers, kv_heads, k_dim, v_dim;
+    int32_t page_size;
+    int64_t blocks;        /* capacity: pages shared by all sequences; every layer holds that many */
+    int32_t max_sequences; /* >= 1 */
+    int64_t max_length;    /* longest sequence in tokens; 0: blocks * page_size */
+    uint32_t statistics;   /* flags of ekv_statistics, kept current by append and truncate; 0: none */
+} ekv_cache_params;
+
+static inline ekv_cache_params ekv_cache_params_default(void) {
+    ekv_cache_params p = {sizeof(ekv_cache_params), EKV_F16, 1, 0, 0, 0, 16, 0, 1, 0,
+                          EKV_STATISTICS_BOX | EKV_STATISTICS_GAUSSIAN | EKV_STATISTICS_NORMS};
+    return p;
+}
+
+/* Allocates everything at once, through the context's allocator, which must outlive the cache (the context need not). */
+EKV_API ekv_status ekv_cache_create(ekv_context *context, const ekv_cache_params *params, ekv_cache **cache);
+EKV_API void ekv_cache_destroy(ekv_cache *cache); /* NULL is allowed */
+
+/* A new empty sequence.  EKV_ERROR_CAPACITY when max_sequences exist. */
+EKV_API ekv_status ekv_sequence_create(ekv_context *context, ekv_cache *cache, int32_t *sequence);
+/* Ends a sequence and frees its blocks. */
+EKV_API ekv_status ekv_sequence_free(ekv_context *context, ekv_cache *cache, int32_t sequence);
+/* Tokens of a sequence in a layer (layers may differ while a model runs through them); -1 for an unknown sequence or layer. */
+EKV_API int64_t ekv_sequence_length(const ekv_cache *cache, int32_t sequence, int32_t layer);
+
+/* New keys and values, [count][kv_heads][k_dim] and [count][kv_heads][v_dim] with any token and head strides. */
+typedef struct ekv_append_params {
+    size_t size;
+    int64_t count; /* tokens, >= 0 */
+    const void *k, *v;
+    ekv_dtype dtype; /* of k and v as given; rounded to nearest even into the cache's dtype (f16 overflow becomes infinity) */
+    int64_t k_token_stride, k_head_stride; /* 0: packed */
+    int64_t v_token_stride, v_head_stride;
+} ekv_append_params;
+
+static inline ekv_append_params ekv_append_params_default(void) {
+    ekv_append_params p = {sizeof(ekv_append_params), 0, NULL, NULL, EKV_F32, 0, 0, 0, 0};
+    return p;
+}
+
+/* Appends tokens to one layer of a sequence and brings the statistics of the touched pages up to date.  Blocks are taken when the
+ * first layer needs them.  EKV_ERROR_CAPACITY, with nothing changed, when too few are free or max_length would be passed. */
+EKV_API ekv_status ekv_cache_append(ekv_context *context, ekv_cache *cache, int32_t sequence, int32_t layer,
+                                    const ekv_append_params *rows);
+
+/* Cuts every layer of a sequence down to `length` tokens (layers that are shorter stay), frees the blocks past it and rebuilds the
+ * statistics of the page that was cut. */
+EKV_API ekv_status ekv_cache_truncate(ekv_context *context, ekv_cache *cache, int32_t sequence, int64_t length);
+
+/* The cache as level 2 sees it: a layer's memory, its index (NULL without statistics) and a sequence's block table. */
+EKV_API ekv_status ekv_cache_layer(const ekv_cache *cache, int32_t layer, ekv_kv *kv, const ekv_index **index);
+EKV_API const int32_t *ekv_cache_block_table(const ekv_cache *cache, int32_t sequence); /* NULL for an unknown sequence */
+EKV_API int64_t ekv_cache_free_blocks(const ekv_cache *cache);
+
+/* ------------------------------------------------------------------------------------------------------------------------
+ * The decode step
+ * --------------------------------------------------------------------------------------------------------------------- */
+
+/* What was read for one query token and one query head, and what that guarantees.  Reads are shared by a group, so the fields
+ * marked (G) stand in the entry of the group's first query head, at the first query token of those that were handled together,
+ * and are 0 in the others: a sum over all entries counts each byte once. */
+typedef struct ekv_report {
+    double tau;         /* threshold in z units (alpha = 1: log-sum-exp); -infinity for an empty sequence */
+    double mass_bound;  /* E; 0 when everything was read; NaN unless report_mass was set */
+    double error_bound; /* 2 * B * E; NaN unless report_mass was set and the index has NORMS */
+    int64_t support;    /* tokens with a weight > 0; alpha = 1: the tokens read */
+    int64_t tokens;     /* tokens whose key this head used */
+    int64_t pages;      /* pages that this head used */
+    int64_t group_pages;      /* (G) pages of which a key was read, the union over the group */
+    int64_t total_pages;      /* (G) pages that the sequence has */
+    int64_t bytes_statistics; /* (G) page statistics read */
+    int64_t bytes_keys;       /* (G) */
+    int64_t bytes_values;     /* (G) */
+    int64_t bytes_dense;      /* (G) what dense attention would read: tokens * (k_dim + v_dim) * element size */
+    int32_t certified;  /* 1: proven equal to the full-cache result (every token that was not read has a bound <= tau) */
+} ekv_report;
+
+/* One attention step over a batch of sequences.
+ *
+ * Rows.  Sequence b brings the query tokens q_start[b] .. q_start[b+1]-1 (one each if q_start is NULL).  They are the last tokens
+ * of the sequence: its length includes them, their keys are already in the cache, and each sees the tokens up to itself.  Decode
+ * and prefill are therefore the same call.  A row is one query token and one query head.
+ *
+ * Either the managed cache (cache, layer, sequences) or the caller's memory (kv, index, block_table, lengths) is given. */
+typedef struct ekv_decode_params {
+    size_t size;
+
+    int32_t batch; /* sequences, >= 0 */
+
+    /* A managed cache ... */
+    const ekv_cache *cache;
+    int32_t layer;
+    const int32_t *sequences; /* [batch] */
+    /* ... or the caller's memory. */
+    const ekv_kv *kv;
+    const ekv_index *index;      /* may be NULL for policies full and pages */
+    const int32_t *block_table;  /* [batch][block_table_stride]; NULL: page p of sequence b lies in block b * block_table_stride + p */
+    int64_t block_table_stride;
+    const int32_t *lengths;      /* [batch] tokens, the new ones included; 0 is allowed */
+
+    /* Queries and output: element d of head h of query token t is q[t * q_token_stride + h * q_head_stride + d]. */
+    int32_t q_heads;         /* a multiple of kv_heads */
+    const int32_t *q_start;  /* [batch + 1], q_start[0] = 0, ascending; NULL: one query token per sequence */
+    const void *q;           /* [tokens][q_heads][k_dim] */
+    ekv_dtype q_dtype;
+    int64_t q_token_stride, q_head_stride; /* 0: packed */
+    void *out;               /* [tokens][q_heads][v_dim]; zeros for rows of an empty sequence */
+    ekv_dtype out_dtype;
+    int64_t out_token_stride, out_head_stride; /* 0: packed */
+
+    /* Mathematics. */
+    double alpha;             /* >= 1, finite; below 1 + 1e-7 it is treated as 1 */
+    const double *head_alpha; /* [q_heads], or NULL: alpha for all */
+    float scale;              /* finite; 0: 1 / sqrt(k_dim) */
+    const float *head_scale;  /* [q_heads], or NULL: scale for all */
+    const float *slopes;      /* [q_heads] ALiBi slopes, finite, any sign; NULL: none */
+
+    /* Policy. */
+    ekv_policy policy;
+    int64_t budget;        /* topk: tokens to read per row, rounded up to pages, at least one, forced pages included */
+    int32_t first_pages;   /* topk, gaussian: the first pages are always read */
+    int32_t recent_tokens; /* topk, gaussian: and the pages of the last tokens; the last page always is */
+    ekv_gaussian_model gaussian_model;
+    double quantile;        /* gaussian: in (0, 1); a page is kept if this quantile of its largest score may reach tau */
+    double margin_sigma;    /* gaussian: safety margin below the estimated tau, in standard deviations of all scores, >= 0 */
+    double margin_fraction; /* gaussian: and as a fraction of tau's distance above the typical page, >= 0 */
+    const uint8_t *page_mask;  /* pages: [tokens * q_heads][page_mask_stride], nonzero: read that page for that row */
+    int64_t page_mask_stride;
+
+    /* Report. */
+    ekv_report *report;  /* [tokens * q_heads], row-major, or NULL */
+    int32_t report_mass; /* 1: also E and the error bound; reads the box of every unread page; needs BOX */
+} ekv_decode_params;
+
+static inline ekv_decode_params ekv_decode_params_default(void) {
+    ekv_decode_params p = {sizeof(ekv_decode_params), 1,
+                           NULL, 0, NULL, NULL, NULL, NULL, 0, NULL,
+                           0, NULL, NULL, EKV_F32, 0, 0, NULL, EKV_F32, 0, 0,
+                           1.5, NULL, 0.0f, NULL, NULL,
+                           EKV_POLICY_FULL, 1024, 0, 0, EKV_GAUSSIAN_AUTO, 0.995, 0.0, 0.1, NULL, 0,
+                           NULL, 0};
+    return p;
+}
+
+/* Runs the step.  Nothing is allocated if ekv_reserve() was called for a step at least as large, or an earlier step was. */
+EKV_API ekv_status ekv_decode(ekv_context *context, const ekv_decode_params *params);
+
+/* Bytes of scratch memory that ekv_decode would use for these parameters (pointers to q, out and report are not read), and the
+ * call that gets them in advance: fill in the largest batch and lengths that are to come. */
+EKV_API ekv_status ekv_scratch_bytes(ekv_context *context, const ekv_decode_params *params, size_t *bytes);
+EKV_API ekv_status ekv_reserve(ekv_context *context, const ekv_decode_params *params);
+
+/* The stages of a step on their own, for the same parameters (q must be given, out is not used).  Each row's page p stands at
+ * [row * stride + p], stride >= the most pages of any sequence; entries past a row's pages are not written.
+ *   ekv_page_bounds    an upper bound of the scores s in each page, rounding included; +infinity for an unknown page.  Needs BOX.
+ *   ekv_page_moments   mean and standard deviation of the scores s in each page.  Needs GAUSSIAN.
+ *   ekv_select_pages   1 where the policy would read the page, else 0 */
+EKV_API ekv_status ekv_page_bounds(ekv_context *context, const ekv_decode_params *params, float *bounds, int64_t stride);
+EKV_API ekv_status ekv_page_moments(ekv_context *context, const ekv_decode_params *params, float *mean, float *deviation,
+                                    int64_t stride);
+EKV_API ekv_status ekv_select_pages(ekv_context *context, const ekv_decode_params *params, uint8_t *selected, int64_t stride);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* ENTMAXKV_H */

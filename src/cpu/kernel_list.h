@@ -1,0 +1,204 @@
+/*
+ * Every kernel with its contract: the one list from which the function tables of the backends, the dispatcher and the conformance
+ * cases are generated.  A kernel takes one argument struct.  "Typed" kernels exist once per storage type.
+ *
+ * To add a kernel: write its struct and its line here, its body in the kernel header named in the line's comment, and its cases in
+ * tests/test_kernels.c.
+ *
+ * Shared rules.  Pointers are non-NULL, sizes are as said, nothing is validated (the dispatcher did).  Rows of keys and values may be
+ * unaligned; nothing past an element count is read or written.  Results have the same bits for every instruction set.  z units are
+ * scores times (alpha - 1), or plain scores for alpha = 1.
+ */
+#ifndef EKV_KERNEL_LIST_H
+#define EKV_KERNEL_LIST_H
+
+#include <stdint.h>
+
+#include "entmaxkv/entmaxkv.h"
+
+#define EKV_TILE 64      /* most tokens in one call of score */
+#define EKV_MARGIN 0x1p-12 /* z units: what `keep` leaves below a lower bound of tau, so that rounding never drops a candidate */
+
+/* X(name, description) */
+#define EKV_TYPED_KERNELS(X)                                              \
+    X(load_row, "stored row to scaled floats")            /* convert.h */ \
+    X(store_row, "floats to a stored row")                /* convert.h */ \
+    X(score, "scores of a tile of keys for several rows") /* score.h */   \
+    X(accumulate, "weighted sum of value rows")           /* values.h */  \
+    X(box, "minimum and maximum of a page's keys")        /* page.h */    \
+    X(moments, "mean and deviation of a page's keys")     /* page.h */    \
+    X(norms, "largest norm of a page's rows")             /* page.h */    \
+    X(bound, "upper bounds of the scores in pages")       /* page.h */    \
+    X(gaussian, "mean and deviation of the scores in pages") /* page.h */
+
+#define EKV_PLAIN_KERNELS(X)                                                             \
+    X(keep, "append the scores above a threshold to a candidate list") /* entmax.h */    \
+    X(tau_lower, "a lower bound of tau from a candidate list")         /* entmax.h */    \
+    X(solve, "tau, support and weights from a candidate list")         /* entmax.h */    \
+    X(softmax, "exponential weights of a tile")                        /* entmax.h */    \
+    X(mass, "expected mass above a threshold of a mixture of normals") /* page.h */
+
+/* load_row: out[d] = (float)row[d] * factor for d < dim, and zeros up to the next multiple of 32. */
+typedef struct ekv_load_row_args {
+    const void *row;
+    int dim;
+    float factor;
+    float *out; /* [dim rounded up to 32] */
+} ekv_load_row_args;
+
+/* store_row: row[d] = x[d] rounded to nearest even, d < dim. */
+typedef struct ekv_store_row_args {
+    const float *x;
+    int dim;
+    void *row;
+} ekv_store_row_args;
+
+/* score: z[r][i] = sum_d q[r][d] keys[i][d]  +  slope[r] * (token[i] - q_token[r])   (no second term where slope[r] is 0)
+ * The sum runs in 32 lanes, then by the tree of vec.h; it depends on (q[r], keys[i]) alone, not on what else is in the tile. */
+typedef struct ekv_score_args {
+    const float *const *q;    /* [rows] from load_row: scaled, padded with zeros */
+    const float *slope;       /* [rows] in z units */
+    const int32_t *q_token;   /* [rows] index of the query token */
+    int rows;
+    const void *const *keys;  /* [n] */
+    const int32_t *token;     /* [EKV_TILE] index of each key's token; entries past n are readable */
+    int n, dim;               /* 1 <= n <= EKV_TILE */
+    float *z;                 /* [rows][EKV_TILE]; entries past n are unspecified */
+} ekv_score_args;
+
+/* accumulate: sum[d] += (sum over i < n, in order and from zero, of weight[i] * values[i][d]).  Weights of zero are skipped. */
+typedef struct ekv_accumulate_args {
+    const void *const *values; /* [n] */
+    const float *weight;       /* [n] */
+    int n, dim;
+    float *sum;                /* [dim] */
+} ekv_accumulate_args;
+
+/* box: per-dimension minimum, then maximum, of n keys, in the storage type (exact).  If a key has a NaN or an infinity all of the
+ * box is NaN, which makes every bound from it +infinity. */
+typedef struct ekv_box_args {
+    const void *const *rows; /* [n], n >= 1 */
+    int n, dim;
+    void *box; /* [2][dim] */
+} ekv_box_args;
+
+/* moments: per-dimension mean, then standard deviation (population, two passes), of n keys.  Stored as f16 for f16 keys, else as
+ * f32: a 16-bit type would overflow on the others.  NaN if a key has one. */
+typedef struct ekv_moments_args {
+    const void *const *rows; /* [n], n >= 1 */
+    int n, dim;
+    void *moments; /* [2][dim] */
+} ekv_moments_args;
+
+/* norms: the largest L2 norm of n rows, never below the exact one; +infinity if a row has a NaN or an infinity. */
+typedef struct ekv_norms_args {
+    const void *const *rows; /* [n], n >= 1 */
+    int n, dim;
+    float *norm;
+} ekv_norms_args;
+
+/* bound: for each page an upper bound, in z units, of what `score` returns for its tokens and of the exact scores.
+ *      sum_d max(q[d] min[d], q[d] max[d]) + slope * (best token - q_token) + slack      (slack: see page.h)
+ * +infinity if the box is NaN.  Typed by the storage type of the box. */
+typedef struct ekv_bound_args {
+    const float *q;
+    float slope;
+    int32_t q_token;
+    const void *const *boxes;      /* [n] */
+    const int32_t *first, *last;   /* [n] first and last token of each page */
+    int n, dim;
+    float *bound;                  /* [n] */
+} ekv_bound_args;
+
+/* gaussian: mean[p] = q . mean_p + slope * ((first + last)/2 - q_token), deviation[p] = sqrt(sum_d (q[d] deviation_p[d])^2), z units.
+ * Typed by the storage type of the moments: f16 or f32. */
+typedef struct ekv_gaussian_args {
+    const float *q;
+    float slope;
+    int32_t q_token;
+    const void *const *moments;  /* [n] */
+    const int32_t *first, *last; /* [n] */
+    int n, dim;
+    float *mean, *deviation;     /* [n] */
+} ekv_gaussian_args;
+
+/* keep: appends (z[i], token[i]) to the list unless z[i] <= threshold; NaN is kept. */
+typedef struct ekv_keep_args {
+    const float *z;
+    const int32_t *token;
+    int n;
+    float threshold;
+    float *list_z;        /* room for n more, and z and list may be the same memory: the list is then compacted in place */
+    int32_t *list_token;
+    int count;            /* in and out */
+} ekv_keep_args;
+
+/* tau_lower: a lower bound of tau - z_max over the list, by `steps` Newton steps on  sum max(z - z_max - tau, 0)^power = 1  from
+ * `tau`, itself a lower bound.  An integer power >= beta makes the sum smaller than the true one, so its root lies below tau; and
+ * Newton's iterates on a convex decreasing function never pass the root. */
+typedef struct ekv_tau_lower_args {
+    const float *z;
+    int n;
+    float z_max;
+    int power; /* >= max(beta, 1) */
+    int steps;
+    float tau; /* in and out, relative to z_max, in [-1, 0] */
+} ekv_tau_lower_args;
+
+/* solve: the canonical finish (design: the result depends on the support alone).  On return the list holds the support, in ascending
+ * token order, with its weights.
+ * If a z is NaN or +infinity: support 0 and tau NaN.  If all are -infinity or n is 0: support 0 and tau -infinity. */
+typedef struct ekv_solve_args {
+    float *z;       /* in: candidates, a superset of the support.  out: the support's */
+    int32_t *token; /* [n] ascending */
+    int64_t n;
+    double alpha;   /* > 1 */
+    float *weight;  /* out [support] */
+    int64_t support;
+    double tau;     /* out, z units */
+} ekv_solve_args;
+
+/* softmax: weight[i] = exp(z[i] - z_max) as float; returns their sum (tree order) in `sum`. */
+typedef struct ekv_softmax_args {
+    const float *z;
+    int n; /* <= EKV_TILE */
+    float z_max;
+    float *weight; /* [n] */
+    double sum;    /* out */
+} ekv_softmax_args;
+
+/* mass: value = sum_p count[p] E[max(x_p - tau, 0)^beta], slope = -d value / d tau, x_p normal with the given mean and deviation.
+ * Closed forms for beta = 1, 2, 3. */
+typedef struct ekv_mass_args {
+    const float *mean, *deviation, *count; /* [n] */
+    int64_t n;
+    int beta;
+    double tau;
+    double value, slope; /* out */
+} ekv_mass_args;
+
+/* The table of a backend's kernels. */
+typedef struct ekv_kernels {
+    const char *name;
+#define EKV_TYPED_FIELD(name, description) void (*name[3])(ekv_##name##_args *); /* indexed by ekv_dtype */
+#define EKV_PLAIN_FIELD(name, description) void (*name)(ekv_##name##_args *);
+    EKV_TYPED_KERNELS(EKV_TYPED_FIELD)
+    EKV_PLAIN_KERNELS(EKV_PLAIN_FIELD)
+#undef EKV_TYPED_FIELD
+#undef EKV_PLAIN_FIELD
+} ekv_kernels;
+
+#if EKV_HAVE_SCALAR
+extern const ekv_kernels ekv_kernels_scalar;
+#endif
+#if EKV_HAVE_AVX2
+extern const ekv_kernels ekv_kernels_avx2;
+#endif
+#if EKV_HAVE_AVX512
+extern const ekv_kernels ekv_kernels_avx512;
+#endif
+#if EKV_HAVE_NEON
+extern const ekv_kernels ekv_kernels_neon;
+#endif
+
+#endif

@@ -1,0 +1,54 @@
+/*
+ * Scores of a tile of keys.
+ *
+ * Each key is converted to float once for every VEC_QUERIES rows, whose sums stay in registers; a tile is small enough that its keys
+ * come from the first-level cache for the rows after those.  Eight sums are reduced at once.
+ */
+#ifndef EKV_SCORE_H
+#define EKV_SCORE_H
+
+/* Dot products of one key with `rows` queries (a constant), folded to eight lanes. */
+EKV_INLINE void dot_fold(ekv_dtype dtype, const float *const *q, int rows, const void *key, int dim, v8 *fold) {
+    vf sum[VEC_QUERIES];
+    for (int r = 0; r < rows; r++) sum[r] = vf_set1(0.0f);
+    int d = 0;
+    for (; d + VEC_LANES <= dim; d += VEC_LANES) {
+        const vf k = vf_load_any(dtype, key, d);
+        for (int r = 0; r < rows; r++) sum[r] = vf_add(sum[r], vf_mul(vf_load(q[r] + d), k));
+    }
+    if (d < dim) {
+        const vf k = vf_load_any_n(dtype, key, d, dim - d);
+        for (int r = 0; r < rows; r++) sum[r] = vf_add(sum[r], vf_mul(vf_load(q[r] + d), k));
+    }
+    for (int r = 0; r < rows; r++) fold[8 * r] = vf_fold(sum[r]);
+}
+
+/* All keys of the tile for `rows` queries (a constant).  The last group of eight repeats the last key. */
+EKV_INLINE void score_rows(ekv_dtype dtype, const ekv_score_args *a, int first_row, int rows) {
+    v8 fold[8 * VEC_QUERIES];
+    for (int i = 0; i < a->n; i += 8) {
+        for (int j = 0; j < 8; j++) {
+            const int key = i + j < a->n ? i + j : a->n - 1;
+            dot_fold(dtype, a->q + first_row, rows, a->keys[key], a->dim, fold + j);
+        }
+        for (int r = 0; r < rows; r++) v8_sum8(fold + 8 * r, a->z + (size_t)(first_row + r) * EKV_TILE + i);
+    }
+}
+
+/* Adds slope * distance to one row. */
+EKV_INLINE void add_bias(const ekv_score_args *a, int row) {
+    float *z = a->z + (size_t)row * EKV_TILE;
+    const vf slope = vf_set1(a->slope[row]);
+    for (int i = 0; i < a->n; i += VEC_LANES)
+        vf_store(z + i, vf_add(vf_load(z + i), vf_mul(slope, vf_from_i32(a->token + i, a->q_token[row]))));
+}
+
+EKV_INLINE void score(ekv_dtype dtype, ekv_score_args *a) {
+    int r = 0;
+    for (; r + VEC_QUERIES <= a->rows; r += VEC_QUERIES) score_rows(dtype, a, r, VEC_QUERIES);
+    for (; r < a->rows; r++) score_rows(dtype, a, r, 1);
+    for (r = 0; r < a->rows; r++)
+        if (a->slope[r] != 0.0f) add_bias(a, r);
+}
+
+#endif

@@ -1,0 +1,340 @@
+/*
+ * Attention of one item: scores in one pass over the keys, the exact solution on what was kept, values of the support alone.
+ *
+ * SPDX-License-Identifier: Apache-2.0
+ */
+#include "dispatch/step.h"
+
+#include <math.h>
+#include <string.h>
+
+#define RESOLVE_EVERY 512 /* candidates that are added before tau's lower bound is raised again */
+
+/* ---- scan ---- */
+
+/* Up to EKV_TILE tokens, not necessarily adjacent, that the same rows read. */
+typedef struct tile {
+    int n;
+    int32_t token[EKV_TILE];
+    const void *keys[EKV_TILE], *values[EKV_TILE];
+} tile;
+
+/* One row in one span. */
+typedef struct scan_row {
+    ekv_row *row;
+    ekv_part *part;
+    float *list_z, *sum;
+    int32_t *list_token;
+    float threshold;   /* tokens with z <= threshold cannot be in the support */
+    float tau;         /* lower bound relative to part->z_max */
+    int32_t resolve_at;
+} scan_row;
+
+/* The largest float <= x. */
+static float round_down(double x) {
+    const float f = (float)x;
+    return (double)f > x ? nextafterf(f, -INFINITY) : f;
+}
+
+static void scan_begin(const ekv_step *step, const ekv_item *item, ekv_row *row, int32_t span, scan_row *s) {
+    const int64_t index = (int64_t)(row - item->row) * item->spans + span;
+    s->row = row;
+    s->part = &item->part[index];
+    *s->part = (ekv_part){0, -INFINITY, 0.0, false};
+    s->sum = item->values + (size_t)index * ekv_padded(step->kv.v_dim);
+    s->list_z = row->list_z ? row->list_z + (size_t)span * EKV_SPAN : NULL;
+    s->list_token = row->list_token ? row->list_token + (size_t)span * EKV_SPAN : NULL;
+    s->threshold = -INFINITY;
+    s->tau = -1.0f;
+    s->resolve_at = RESOLVE_EVERY;
+    if (row->softmax) memset(s->sum, 0, (size_t)step->kv.v_dim * sizeof(float));
+}
+
+/* Raises the threshold: tau of what has been read is a lower bound of tau. */
+static void raise_threshold(const ekv_step *step, scan_row *s) {
+    ekv_tau_lower_args lower = {s->list_z, s->part->count, s->part->z_max, s->row->power, 4, s->tau};
+    step->kernels->tau_lower(&lower);
+    s->tau = lower.tau;
+    s->threshold = round_down((double)s->part->z_max + (double)s->tau - EKV_MARGIN);
+    ekv_keep_args keep = {s->list_z, s->list_token, s->part->count, s->threshold, s->list_z, s->list_token, 0};
+    step->kernels->keep(&keep);
+    s->part->count = keep.count;
+    s->resolve_at = keep.count + (keep.count > RESOLVE_EVERY ? keep.count : RESOLVE_EVERY);
+}
+
+static void scan_entmax(const ekv_step *step, scan_row *s, const tile *t, int n, const float *z) {
+    ekv_keep_args keep = {z, t->token, n, s->threshold, s->list_z, s->list_token, s->part->count};
+    step->kernels->keep(&keep);
+    float z_max = s->part->z_max;
+    for (int32_t i = s->part->count; i < keep.count; i++) z_max = s->list_z[i] > z_max ? s->list_z[i] : z_max;
+    s->part->count = keep.count;
+    if (z_max > s->part->z_max) { /* the bound relative to the old maximum still holds in absolute terms */
+        const double tau = (double)s->part->z_max + (double)s->tau - (double)z_max;
+        s->tau = tau > -1.0 ? round_down(tau) : -1.0f;
+        s->part->z_max = z_max;
+        s->threshold = round_down((double)z_max + (double)s->tau - EKV_MARGIN);
+    }
+    if (s->part->count >= s->resolve_at) raise_threshold(step, s);
+}
+
+static float exp_of(const ekv_step *step, float x) {
+    float weight[1];
+    ekv_softmax_args a = {&x, 1, 0.0f, weight, 0.0};
+    step->kernels->softmax(&a);
+    return weight[0];
+}
+
+static void scan_softmax(const ekv_step *step, scan_row *s, const tile *t, int n, const float *z) {
+    ekv_part *part = s->part;
+    float z_max = part->z_max, weight[EKV_TILE];
+    for (int i = 0; i < n; i++) z_max = z[i] > z_max || z[i] != z[i] ? z[i] : z_max;
+    if (z_max == -INFINITY) return;
+    if (z_max > part->z_max && part->used) {
+        const float factor = exp_of(step, part->z_max - z_max);
+        for (int32_t d = 0; d < step->kv.v_dim; d++) s->sum[d] *= factor;
+        part->sum *= (double)factor;
+    }
+    part->z_max = z_max;
+    part->used = true;
+    ekv_softmax_args exponentials = {z, n, z_max, weight, 0.0};
+    step->kernels->softmax(&exponentials);
+    part->sum += exponentials.sum;
+    ekv_accumulate_args add = {t->values, weight, n, step->kv.v_dim, s->sum};
+    step->kernels->accumulate[step->kv.dtype](&add);
+}
+
+static bool reads(const ekv_row *row, int32_t token, int64_t page) {
+    return token < row->n && (!row->selected || row->selected[page]);
+}
+
+/* Scores a tile for the rows that read it (which need not see all of it: a row sees a prefix). */
+static void scan_tile(const ekv_step *step, const ekv_item *item, scan_row *rows, const tile *t) {
+    float z[EKV_ITEM_ROWS * EKV_TILE];
+    const float *q[EKV_ITEM_ROWS];
+    float slope[EKV_ITEM_ROWS];
+    int32_t q_token[EKV_ITEM_ROWS];
+    scan_row *active[EKV_ITEM_ROWS];
+    int n = 0;
+    for (int32_t r = 0; r < item->rows; r++) {
+        ekv_row *row = &item->row[r];
+        if (!reads(row, t->token[0], t->token[0] / step->kv.page_size)) continue;
+        q[n] = row->q;
+        slope[n] = row->slope;
+        q_token[n] = row->q_token;
+        active[n++] = &rows[r];
+    }
+    ekv_score_args score = {q, slope, q_token, n, t->keys, t->token, t->n, step->kv.k_dim, z};
+    step->kernels->score[step->kv.dtype](&score);
+    for (int a = 0; a < n; a++) {
+        int seen = t->n;
+        while (t->token[seen - 1] >= active[a]->row->n) seen--;
+        if (active[a]->row->softmax)
+            scan_softmax(step, active[a], t, seen, z + a * EKV_TILE);
+        else
+            scan_entmax(step, active[a], t, seen, z + a * EKV_TILE);
+    }
+}
+
+/* Whether the same rows read both pages. */
+static bool same_readers(const ekv_item *item, int64_t a, int64_t b) {
+    for (int32_t r = 0; r < item->rows; r++) {
+        const ekv_row *row = &item->row[r];
+        if (row->selected && a < row->pages && b < row->pages && row->selected[a] != row->selected[b]) return false;
+    }
+    return true;
+}
+
+static bool anyone_reads(const ekv_item *item, int32_t token, int64_t page) {
+    for (int32_t r = 0; r < item->rows; r++)
+        if (reads(&item->row[r], token, page)) return true;
+    return false;
+}
+
+void ekv_scan(const ekv_step *step, ekv_item *item, int32_t span) {
+    scan_row rows[EKV_ITEM_ROWS];
+    tile t;
+    for (int32_t r = 0; r < item->rows; r++) scan_begin(step, item, &item->row[r], span, &rows[r]);
+    memset(t.token, 0, sizeof t.token);
+    t.n = 0;
+    const int32_t page_size = step->kv.page_size, begin = span * EKV_SPAN;
+    const int32_t end = (int32_t)ekv_min64(item->n, (int64_t)begin + EKV_SPAN);
+    int64_t tile_page = 0;
+    for (int32_t token = begin; token < end;) {
+        const int64_t page = token / page_size, block = ekv_block(item, page);
+        const int32_t page_end = (int32_t)ekv_min64(end, (page + 1) * page_size);
+        if (step->sparse && !anyone_reads(item, token, page)) {
+            token = page_end;
+            continue;
+        }
+        if (t.n > 0 && step->sparse && !same_readers(item, tile_page, page)) {
+            scan_tile(step, item, rows, &t);
+            t.n = 0;
+        }
+        if (t.n == 0) tile_page = page;
+        for (; token < page_end && t.n < EKV_TILE; token++, t.n++) {
+            t.token[t.n] = token;
+            t.keys[t.n] = ekv_key(&step->kv, block, token % page_size, item->head);
+            t.values[t.n] = ekv_value(&step->kv, block, token % page_size, item->head);
+        }
+        if (t.n < EKV_TILE) continue;
+        scan_tile(step, item, rows, &t);
+        t.n = 0;
+    }
+    if (t.n > 0) scan_tile(step, item, rows, &t);
+}
+
+/* ---- finish ---- */
+
+/* Moves the spans' lists together, leaving out what the best lower bound of all spans rules out. */
+static void merge_lists(const ekv_step *step, const ekv_item *item, ekv_row *row) {
+    const ekv_part *part = &item->part[(int64_t)(row - item->row) * item->spans];
+    float z_max = -INFINITY;
+    for (int32_t s = 0; s < item->spans; s++) z_max = part[s].z_max > z_max ? part[s].z_max : z_max;
+    const float threshold = z_max > -INFINITY ? round_down((double)z_max - 1.0 - EKV_MARGIN) : -INFINITY;
+    int64_t count = 0;
+    for (int32_t s = 0; s < item->spans; s++) {
+        const size_t from = (size_t)s * EKV_SPAN;
+        ekv_keep_args keep = {row->list_z + from, row->list_token + from, part[s].count, threshold, row->list_z + count,
+                              row->list_token + count, 0};
+        step->kernels->keep(&keep);
+        count += keep.count;
+    }
+    row->list_count = count;
+}
+
+/* Softmax: the log of the sum over the spans, and each span's weight in `sum` (its share is sum * exp(z_max - top)). */
+static void finish_softmax(const ekv_item *item, ekv_row *row) {
+    const ekv_part *part = &item->part[(int64_t)(row - item->row) * item->spans];
+    float top = -INFINITY;
+    double total = 0.0;
+    for (int32_t s = 0; s < item->spans; s++) top = part[s].z_max > top || part[s].z_max != part[s].z_max ? part[s].z_max : top;
+    for (int32_t s = 0; s < item->spans; s++)
+        if (part[s].used) total += part[s].sum * ekv_exp((double)part[s].z_max - (double)top);
+    row->tau = top == -INFINITY ? -INFINITY : (double)top + ekv_log(total);
+    row->support = top == -INFINITY ? 0 : row->read_tokens;
+}
+
+void ekv_finish(const ekv_step *step, ekv_item *item, ekv_row *row) {
+    row->support = 0;
+    row->list_count = 0;
+    row->tau = -INFINITY;
+    row->mass = row->error = NAN;
+    if (row->read_tokens > 0) {
+        if (row->softmax) {
+            finish_softmax(item, row);
+        } else {
+            merge_lists(step, item, row);
+            ekv_solve_args solve = {row->list_z, row->list_token, row->list_count, row->alpha, row->weight, 0, 0.0};
+            step->kernels->solve(&solve);
+            row->list_count = row->support = solve.support;
+            row->tau = solve.tau;
+        }
+    }
+    if (step->p.report) ekv_bound_mass(step, item, row);
+}
+
+/* ---- values ---- */
+
+/* First list entry whose token is >= token. */
+static int64_t list_find(const ekv_row *row, int64_t token) {
+    int64_t low = 0, high = row->list_count;
+    while (low < high) {
+        const int64_t middle = low + (high - low) / 2;
+        if (row->list_token[middle] < token)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+void ekv_values(const ekv_step *step, ekv_item *item, int32_t span) {
+    const size_t stride = ekv_padded(step->kv.v_dim);
+    const int32_t page_size = step->kv.page_size;
+    for (int32_t r = 0; r < item->rows; r++) {
+        const ekv_row *row = &item->row[r];
+        if (row->softmax) continue;
+        const int64_t index = (int64_t)r * item->spans + span;
+        float *sum = item->values + (size_t)index * stride;
+        int64_t i = list_find(row, (int64_t)span * EKV_SPAN);
+        const int64_t end = list_find(row, ((int64_t)span + 1) * EKV_SPAN);
+        item->part[index].used = i < end;
+        if (i < end) memset(sum, 0, (size_t)step->kv.v_dim * sizeof(float));
+        while (i < end) { /* chunks by token index */
+            const void *values[EKV_VALUE_CHUNK];
+            const int32_t chunk = row->list_token[i] / EKV_VALUE_CHUNK;
+            int n = 0;
+            for (; i + n < end && row->list_token[i + n] / EKV_VALUE_CHUNK == chunk; n++) {
+                const int32_t token = row->list_token[i + n];
+                values[n] = ekv_value(&step->kv, ekv_block(item, token / page_size), token % page_size, item->head);
+            }
+            ekv_accumulate_args add = {values, row->weight + i, n, step->kv.v_dim, sum};
+            step->kernels->accumulate[step->kv.dtype](&add);
+            i += n;
+        }
+    }
+}
+
+/* ---- output ---- */
+
+/* Adds the spans in double, in order. */
+static void add_spans(const ekv_step *step, const ekv_item *item, const ekv_row *row, float *out) {
+    const int64_t first = (int64_t)(row - item->row) * item->spans;
+    const size_t stride = ekv_padded(step->kv.v_dim);
+    const int32_t dim = step->kv.v_dim;
+    double sum[EKV_MAX_DIM];
+    for (int32_t d = 0; d < dim; d++) sum[d] = 0.0;
+    for (int32_t s = 0; s < item->spans; s++) {
+        const ekv_part *part = &item->part[first + s];
+        if (!part->used) continue;
+        const float *values = item->values + (size_t)(first + s) * stride;
+        const double factor = row->softmax ? ekv_exp((double)part->z_max - row->tau) : 1.0;
+        for (int32_t d = 0; d < dim; d++) sum[d] += factor * (double)values[d];
+    }
+    for (int32_t d = 0; d < dim; d++) out[d] = isnan(row->tau) ? NAN : (float)sum[d];
+}
+
+/* Tokens in the union of the rows' supports. */
+static int64_t union_support(const ekv_item *item) {
+    const int64_t words = item->n / 64 + 1;
+    int64_t count = 0;
+    memset(item->seen, 0, (size_t)words * sizeof *item->seen);
+    for (int32_t r = 0; r < item->rows; r++) {
+        const ekv_row *row = &item->row[r];
+        if (row->softmax) return item->read_tokens;
+        for (int64_t i = 0; i < row->list_count; i++) item->seen[row->list_token[i] / 64] |= UINT64_C(1) << row->list_token[i] % 64;
+    }
+    for (int64_t w = 0; w < words; w++)
+        for (uint64_t bits = item->seen[w]; bits; bits &= bits - 1) count++;
+    return count;
+}
+
+static void write_report(const ekv_step *step, const ekv_item *item) {
+    const int64_t element = (int64_t)ekv_element_bytes(step->kv.dtype);
+    for (int32_t r = 0; r < item->rows; r++) {
+        const ekv_row *row = &item->row[r];
+        ekv_report *report = &step->p.report[(int64_t)row->token * step->p.q_heads + row->head];
+        *report = (ekv_report){.tau = row->tau, .mass_bound = row->mass, .error_bound = row->error, .support = row->support,
+                               .tokens = row->read_tokens, .pages = row->read_pages,
+                               .certified = row->read_tokens == row->n || row->mass == 0.0};
+        if (r > 0) continue;
+        report->group_pages = item->read_pages;
+        report->total_pages = item->pages;
+        report->bytes_statistics = item->bytes_statistics;
+        report->bytes_keys = item->read_tokens * step->kv.k_dim * element;
+        report->bytes_values = union_support(item) * step->kv.v_dim * element;
+        report->bytes_dense = (int64_t)item->n * (step->kv.k_dim + step->kv.v_dim) * element;
+    }
+}
+
+void ekv_output(const ekv_step *step, ekv_item *item) {
+    float out[EKV_MAX_DIM];
+    for (int32_t r = 0; r < item->rows; r++) {
+        const ekv_row *row = &item->row[r];
+        add_spans(step, item, row, out);
+        const int64_t at = row->token * step->p.out_token_stride + row->head * step->p.out_head_stride;
+        ekv_store_row_args store = {out, step->kv.v_dim, (void *)ekv_at(step->p.out, at, step->p.out_dtype)};
+        step->kernels->store_row[step->p.out_dtype](&store);
+    }
+    if (step->p.report) write_report(step, item);
+}

@@ -1,0 +1,388 @@
+/*
+ * The decode step: cuts a validated call into items and runs their stages; and the public entry points of level 2.
+ *
+ * SPDX-License-Identifier: Apache-2.0
+ */
+#include "dispatch/step.h"
+
+#include <math.h>
+
+#define VALID(condition, ...) \
+    if (!(condition)) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, __VA_ARGS__)
+
+/* ---- items ---- */
+
+/* Rows of a sequence are numbered token by token, heads of the group within; an item takes whole tokens where the group is small. */
+static int32_t rows_per_item(const ekv_step *step) {
+    return step->group >= EKV_ITEM_ROWS ? EKV_ITEM_ROWS : EKV_ITEM_ROWS / step->group * step->group;
+}
+
+static int64_t blocks_of(const ekv_step *step, int32_t b) {
+    return ekv_ceil_div((ekv_q_begin(&step->p, b + 1) - ekv_q_begin(&step->p, b)) * step->group, rows_per_item(step));
+}
+
+/* Fills in where an item lies; its memory comes later. */
+static void describe_item(const ekv_step *step, int32_t b, int32_t head, int64_t block, ekv_item *item) {
+    const int64_t queries = ekv_q_begin(&step->p, b + 1) - ekv_q_begin(&step->p, b), length = ekv_length_of(step, b);
+    *item = (ekv_item){.sequence = b, .head = head, .first_row = (int32_t)(block * rows_per_item(step))};
+    item->rows = (int32_t)ekv_min64(rows_per_item(step), queries * step->group - item->first_row);
+    const int64_t last_token = (item->first_row + item->rows - 1) / step->group;
+    item->n = (int32_t)ekv_max64(0, length - (queries - 1 - last_token));
+    if (length == 0) item->n = 0;
+    item->pages = (int32_t)ekv_ceil_div(item->n, step->kv.page_size);
+    item->spans = (int32_t)ekv_max64(1, ekv_ceil_div(item->n, EKV_SPAN));
+    item->table = ekv_table_of(step, b);
+    item->table_base = item->table ? 0 : b * step->p.block_table_stride;
+}
+
+/* Takes an item's memory from the arena; with an arena that only measures the pointers are NULL. */
+static void place_item(const ekv_step *step, ekv_item *item, ekv_arena *arena) {
+    const size_t rows = (size_t)item->rows, pages = (size_t)item->pages;
+    const size_t list = step->lists ? (size_t)item->n : 0; /* at worst every token stays in its span's list */
+    item->row = ekv_take(arena, rows, sizeof *item->row);
+    item->part = ekv_take(arena, rows * (size_t)item->spans, sizeof *item->part);
+    item->values = ekv_take(arena, rows * (size_t)item->spans * ekv_padded(step->kv.v_dim), sizeof(float));
+    item->count = ekv_take(arena, step->moments ? pages : 0, sizeof(float));
+    item->seen = ekv_take(arena, step->p.report ? (size_t)item->n / 64 + 1 : 0, sizeof(uint64_t));
+    for (size_t r = 0; r < rows; r++) {
+        ekv_row row = {0};
+        row.q = ekv_take(arena, ekv_padded(step->kv.k_dim), sizeof(float));
+        row.selected = ekv_take(arena, step->sparse ? pages : 0, 1);
+        row.bound = ekv_take(arena, step->bounds ? pages : 0, sizeof(float));
+        row.mean = ekv_take(arena, step->moments ? pages : 0, sizeof(float));
+        row.deviation = ekv_take(arena, step->moments ? pages : 0, sizeof(float));
+        row.list_z = ekv_take(arena, list, sizeof(float));
+        row.list_token = ekv_take(arena, list, sizeof(int32_t));
+        row.weight = ekv_take(arena, list, sizeof(float));
+        if (!arena->base) continue;
+        if (!step->sparse) row.selected = NULL;
+        if (!step->bounds) row.bound = NULL;
+        if (!step->moments) row.mean = row.deviation = NULL;
+        if (!list) row.list_z = row.weight = NULL, row.list_token = NULL;
+        item->row[r] = row;
+    }
+}
+
+void ekv_describe_row(const ekv_step *step, const ekv_item *item, int32_t r, ekv_row *row) {
+    const ekv_decode_params *p = &step->p;
+    const int32_t local = item->first_row + r, token = local / step->group;
+    const int64_t begin = ekv_q_begin(p, item->sequence), queries = ekv_q_begin(p, item->sequence + 1) - begin;
+    row->token = (int32_t)begin + token;
+    row->head = item->head * step->group + local % step->group;
+    row->n = (int32_t)(item->n == 0 ? 0 : ekv_length_of(step, item->sequence) - (queries - 1 - token));
+    row->q_token = row->n - 1;
+    row->pages = (int32_t)ekv_ceil_div(row->n, step->kv.page_size);
+    row->alpha = ekv_alpha_of(p, row->head);
+    row->softmax = row->alpha < EKV_SOFTMAX_BELOW;
+    row->scale = (double)(p->head_scale ? p->head_scale[row->head] : p->scale);
+    if (row->scale == 0.0) row->scale = 1.0 / sqrt((double)step->kv.k_dim);
+    row->query = ekv_at(p->q, row->token * p->q_token_stride + row->head * p->q_head_stride, p->q_dtype);
+}
+
+static void prepare_row(const ekv_step *step, ekv_item *item, int32_t r) {
+    ekv_row *row = &item->row[r];
+    ekv_describe_row(step, item, r, row);
+    const double factor = row->softmax ? 1.0 : row->alpha - 1.0, beta = 1.0 / factor;
+    row->power = beta > 65.0 ? 65 : beta <= 1.0 ? 1 : (int32_t)ceil(beta - 1e-9);
+    row->slope = step->p.slopes ? (float)(factor * (double)step->p.slopes[row->head]) : 0.0f;
+    ekv_load_row_args load = {row->query, step->kv.k_dim, (float)(factor * row->scale), row->q};
+    step->kernels->load_row[step->p.q_dtype](&load);
+}
+
+static void prepare(const ekv_step *step, ekv_item *item) {
+    for (int32_t r = 0; r < item->rows; r++) prepare_row(step, item, r);
+    ekv_select(step, item);
+}
+
+/* ---- scratch memory ---- */
+
+/* What a step takes, measured before anything is touched. */
+typedef struct plan {
+    int64_t items, spans, rows;
+    size_t item_bytes; /* of the largest item */
+    size_t all_bytes;  /* of all items together */
+    bool whole;        /* items are the tasks, each thread using the memory of one item; else spans are */
+} plan;
+
+typedef struct run {
+    ekv_step *step;
+    plan plan;
+    ekv_item *items;
+    int64_t *first_span, *first_row; /* [items + 1] number of each item's first span and row */
+    char *arenas;                    /* the items' memory */
+} run;
+
+static plan make_plan(const ekv_step *step) {
+    plan p = {0};
+    int64_t total = 0, longest = 0;
+    for (int32_t b = 0; b < step->p.batch; b++)
+        for (int64_t block = 0; block < blocks_of(step, b); block++) {
+            ekv_item item;
+            ekv_arena arena = {NULL, 0};
+            describe_item(step, b, 0, block, &item); /* the same for every head */
+            place_item(step, &item, &arena);
+            const int64_t heads = step->kv.kv_heads, work = (int64_t)item.n * item.rows;
+            p.items += heads;
+            p.spans += heads * item.spans;
+            p.rows += heads * item.rows;
+            p.all_bytes += (size_t)heads * arena.used;
+            p.item_bytes = arena.used > p.item_bytes ? arena.used : p.item_bytes;
+            total += heads * work;
+            longest = work > longest ? work : longest;
+        }
+    const int64_t threads = step->context->threads;
+    const bool even = p.items >= 4 * threads && longest * threads <= 2 * total;
+    p.whole = !step->by_stages && (threads == 1 || even || p.spans == p.items);
+    return p;
+}
+
+/* The step's own arrays; with an arena that only measures, nothing is written. */
+static void place_step(ekv_step *step, const plan *p, run *r, ekv_arena *arena) {
+    step->zeta = ekv_take(arena, step->moments ? (size_t)step->kv.page_size + 1 : 0, sizeof(float));
+    r->items = ekv_take(arena, (size_t)p->items, sizeof *r->items);
+    r->first_span = ekv_take(arena, (size_t)p->items + 1, sizeof(int64_t));
+    r->first_row = ekv_take(arena, (size_t)p->items + 1, sizeof(int64_t));
+}
+
+static size_t plan_bytes(ekv_step *step, const plan *p) {
+    run r;
+    ekv_arena arena = {NULL, 0};
+    place_step(step, p, &r, &arena);
+    return arena.used + (p->whole ? p->item_bytes * (size_t)step->context->threads : p->all_bytes);
+}
+
+static void describe_items(const ekv_step *step, run *r) {
+    int64_t i = 0, spans = 0, rows = 0;
+    for (int32_t b = 0; b < step->p.batch; b++)
+        for (int64_t block = 0; block < blocks_of(step, b); block++)
+            for (int32_t head = 0; head < step->kv.kv_heads; head++, i++) {
+                describe_item(step, b, head, block, &r->items[i]);
+                r->first_span[i] = spans;
+                r->first_row[i] = rows;
+                spans += r->items[i].spans;
+                rows += r->items[i].rows;
+            }
+    r->first_span[i] = spans;
+    r->first_row[i] = rows;
+}
+
+/* ---- stages ---- */
+
+/* The item that flat index i belongs to. */
+static ekv_item *item_of(const run *r, const int64_t *start, int64_t i, int64_t *within) {
+    int64_t low = 0, high = r->plan.items - 1;
+    while (low < high) {
+        const int64_t middle = low + (high - low + 1) / 2;
+        if (start[middle] <= i)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    *within = i - start[low];
+    return &r->items[low];
+}
+
+static void stage_prepare(void *arg, int64_t i) {
+    const run *r = arg;
+    prepare(r->step, &r->items[i]);
+}
+
+static void stage_scan(void *arg, int64_t i) {
+    const run *r = arg;
+    int64_t span;
+    ekv_item *item = item_of(r, r->first_span, i, &span);
+    ekv_scan(r->step, item, (int32_t)span);
+}
+
+static void stage_values(void *arg, int64_t i) {
+    const run *r = arg;
+    int64_t span;
+    ekv_item *item = item_of(r, r->first_span, i, &span);
+    ekv_values(r->step, item, (int32_t)span);
+}
+
+static void stage_finish(void *arg, int64_t i) {
+    const run *r = arg;
+    int64_t row;
+    ekv_item *item = item_of(r, r->first_row, i, &row);
+    ekv_finish(r->step, item, &item->row[row]);
+}
+
+static void stage_output(void *arg, int64_t i) {
+    const run *r = arg;
+    ekv_output(r->step, &r->items[i]);
+}
+
+/* All stages of one item, in the memory of this task's slot. */
+static void whole_item(void *arg, int64_t i) {
+    const run *r = arg;
+    const int slot = ekv_claim_slot(r->step->context);
+    ekv_arena arena = {r->arenas + (size_t)slot * r->plan.item_bytes, 0};
+    ekv_item item = r->items[i];
+    place_item(r->step, &item, &arena);
+    prepare(r->step, &item);
+    for (int32_t span = 0; span < item.spans; span++) ekv_scan(r->step, &item, span);
+    for (int32_t row = 0; row < item.rows; row++) ekv_finish(r->step, &item, &item.row[row]);
+    if (r->step->lists)
+        for (int32_t span = 0; span < item.spans; span++) ekv_values(r->step, &item, span);
+    ekv_output(r->step, &item);
+    ekv_release_slot(r->step->context, slot);
+}
+
+static void fill_zeta(ekv_step *step) {
+    for (int32_t n = 0; step->moments && n <= step->kv.page_size; n++)
+        step->zeta[n] = n == 0 ? 0.0f : (float)ekv_normal_quantile(ekv_pow(step->p.quantile, 1.0 / n));
+}
+
+/* Everything up to the first stage: scratch, descriptions, and where items stand side by side their memory. */
+static ekv_status begin(ekv_context *context, ekv_step *step, run *r) {
+    const plan p = make_plan(step);
+    const size_t bytes = plan_bytes(step, &p);
+    if (bytes > context->scratch_bytes && context->fixed_scratch)
+        return ekv_fail(context, EKV_ERROR_CAPACITY, "the step needs %zu bytes of scratch; %zu are reserved and fixed_scratch is set",
+                        bytes, context->scratch_bytes);
+    const ekv_status status = ekv_need_scratch(context, bytes);
+    if (status != EKV_OK) return status;
+    ekv_arena arena = {context->scratch, 0};
+    *r = (run){.step = step, .plan = p};
+    place_step(step, &p, r, &arena);
+    describe_items(step, r);
+    fill_zeta(step);
+    r->arenas = arena.base + arena.used;
+    if (p.whole) return EKV_OK;
+    for (int64_t i = 0; i < p.items; i++) place_item(step, &r->items[i], &arena);
+    return EKV_OK;
+}
+
+static void run_stages(ekv_context *context, run *r) {
+    ekv_parallel(context, r->plan.items, stage_prepare, r);
+    ekv_parallel(context, r->plan.spans, stage_scan, r);
+    ekv_parallel(context, r->plan.rows, stage_finish, r);
+    if (r->step->lists) ekv_parallel(context, r->plan.spans, stage_values, r);
+    ekv_parallel(context, r->plan.items, stage_output, r);
+}
+
+/* ---- public ---- */
+
+static ekv_status need_data(ekv_context *context, const ekv_step *step, bool out) {
+    VALID(step->p.q || step->tokens == 0, "q is NULL");
+    VALID(!out || step->p.out || step->tokens == 0, "out is NULL");
+    return EKV_OK;
+}
+
+ekv_status ekv_decode(ekv_context *context, const ekv_decode_params *params) {
+    ekv_step step;
+    run r;
+    if (!context) return EKV_ERROR_INVALID_ARGUMENT;
+    ekv_status status = ekv_validate(context, params, &step);
+    if (status == EKV_OK) status = need_data(context, &step, true);
+    if (status == EKV_OK) status = begin(context, &step, &r);
+    if (status != EKV_OK) return status;
+    if (!step.kernels) return ekv_reference_decode(&step, r.items, r.plan.items);
+    if (r.plan.whole)
+        ekv_parallel(context, r.plan.items, whole_item, &r);
+    else
+        run_stages(context, &r);
+    return EKV_OK;
+}
+
+ekv_status ekv_scratch_bytes(ekv_context *context, const ekv_decode_params *params, size_t *bytes) {
+    ekv_step step;
+    if (!context) return EKV_ERROR_INVALID_ARGUMENT;
+    VALID(bytes, "bytes is NULL");
+    const ekv_status status = ekv_validate(context, params, &step);
+    if (status != EKV_OK) return status;
+    const plan p = make_plan(&step);
+    *bytes = plan_bytes(&step, &p);
+    return EKV_OK;
+}
+
+ekv_status ekv_reserve(ekv_context *context, const ekv_decode_params *params) {
+    size_t bytes;
+    const ekv_status status = ekv_scratch_bytes(context, params, &bytes);
+    return status == EKV_OK ? ekv_need_scratch(context, bytes) : status;
+}
+
+/* ---- the stages on their own ---- */
+
+/* One of ekv_page_bounds, ekv_page_moments, ekv_select_pages: those pointers that are not NULL are filled. */
+typedef struct query {
+    run run;
+    float *bounds, *mean, *deviation;
+    uint8_t *selected;
+    int64_t stride;
+} query;
+
+static void query_row(const query *q, ekv_item *item, ekv_row *row) {
+    const ekv_step *step = q->run.step;
+    const int64_t at = ((int64_t)row->token * step->p.q_heads + row->head) * q->stride;
+    const double unit = row->softmax ? 1.0 : 1.0 / (row->alpha - 1.0); /* z units to scores */
+    if (q->bounds) {
+        ekv_page_bounds_of(step, item, row);
+        for (int32_t p = 0; p < row->pages; p++) { /* the slack of `bound` leaves room for this rounding */
+            const double bound = (double)row->bound[p] * unit;
+            q->bounds[at + p] = nextafterf((float)bound, INFINITY);
+        }
+    }
+    if (q->mean) {
+        ekv_page_moments_of(step, item, row);
+        for (int32_t p = 0; p < row->pages; p++) q->mean[at + p] = (float)((double)row->mean[p] * unit);
+        for (int32_t p = 0; p < row->pages; p++) q->deviation[at + p] = (float)((double)row->deviation[p] * unit);
+    }
+    for (int32_t p = 0; q->selected && p < row->pages; p++) q->selected[at + p] = row->selected ? row->selected[p] : 1;
+}
+
+static void query_item(void *arg, int64_t i) {
+    const query *q = arg;
+    ekv_item *item = &q->run.items[i];
+    for (int32_t r = 0; r < item->rows; r++) prepare_row(q->run.step, item, r);
+    if (q->selected) ekv_select(q->run.step, item);
+    for (int32_t r = 0; r < item->rows; r++) query_row(q, item, &item->row[r]);
+}
+
+static ekv_status run_query(ekv_context *context, const ekv_decode_params *params, query *q) {
+    ekv_step step;
+    ekv_decode_params p = ekv_decode_params_default();
+    if (!context) return EKV_ERROR_INVALID_ARGUMENT;
+    VALID(params, "params is NULL");
+    VALID(ekv_copy_params(&p, sizeof p, params, sizeof(size_t)), "params->size is %zu, not that of an ekv_decode_params", params->size);
+    p.report = NULL;
+    if (!q->selected) p.policy = EKV_POLICY_FULL;
+    ekv_status status = ekv_validate(context, &p, &step);
+    if (status == EKV_OK) status = need_data(context, &step, false);
+    if (status != EKV_OK) return status;
+    const uint32_t have = step.index ? step.index->shape.statistics : 0;
+    VALID(!q->bounds || have & EKV_STATISTICS_BOX, "index has no BOX statistics");
+    VALID(!q->mean || have & EKV_STATISTICS_GAUSSIAN, "index has no GAUSSIAN statistics");
+    for (int32_t b = 0; b < step.p.batch; b++)
+        VALID(ekv_ceil_div(ekv_length_of(&step, b), step.kv.page_size) <= q->stride,
+              "stride is %lld, less than the pages of sequence %d", (long long)q->stride, (int)b);
+    step.bounds |= q->bounds != NULL;
+    step.moments |= q->mean != NULL;
+    step.lists = false;
+    step.by_stages = true;
+    status = begin(context, &step, &q->run);
+    if (status != EKV_OK) return status;
+    if (!step.kernels) return ekv_reference_query(&step, q->run.items, q->run.plan.items, q->bounds, q->mean, q->deviation, q->selected, q->stride);
+    ekv_parallel(context, q->run.plan.items, query_item, q);
+    return EKV_OK;
+}
+
+ekv_status ekv_page_bounds(ekv_context *context, const ekv_decode_params *params, float *bounds, int64_t stride) {
+    query q = {.bounds = bounds, .stride = stride};
+    if (!bounds) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "bounds is NULL");
+    return run_query(context, params, &q);
+}
+
+ekv_status ekv_page_moments(ekv_context *context, const ekv_decode_params *params, float *mean, float *deviation, int64_t stride) {
+    query q = {.mean = mean, .deviation = deviation, .stride = stride};
+    if (!mean || !deviation)
+        return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "%s is NULL", mean ? "deviation" : "mean");
+    return run_query(context, params, &q);
+}
+
+ekv_status ekv_select_pages(ekv_context *context, const ekv_decode_params *params, uint8_t *selected, int64_t stride) {
+    query q = {.selected = selected, .stride = stride};
+    if (!selected) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "selected is NULL");
+    return run_query(context, params, &q);
+}

@@ -1,0 +1,196 @@
+/*
+ * The page statistics of one layer: memory, building, forgetting.
+ *
+ * A page's statistics are rebuilt from its keys whenever one of its tokens changes.  A page is small, its keys have just been written
+ * and are in cache, and the result is that of a bulk build to the last bit; running sums would drift.
+ *
+ * SPDX-License-Identifier: Apache-2.0
+ */
+#include "dispatch/internal.h"
+
+#include <string.h>
+
+#define ALL_STATISTICS (EKV_STATISTICS_BOX | EKV_STATISTICS_GAUSSIAN | EKV_STATISTICS_NORMS)
+
+/* Lays the arrays out in index->memory, or with NULL memory only measures. */
+static size_t lay_out(ekv_index *index) {
+    const ekv_index_params *s = &index->shape;
+    const size_t pages = (size_t)s->kv_heads * (size_t)s->blocks, row = 2 * (size_t)s->k_dim;
+    ekv_arena arena = {index->memory, 0};
+    index->box_bytes = s->statistics & EKV_STATISTICS_BOX ? row * ekv_element_bytes(s->dtype) : 0;
+    index->moments_bytes = s->statistics & EKV_STATISTICS_GAUSSIAN ? row * ekv_element_bytes(ekv_moments_dtype(s->dtype)) : 0;
+    index->boxes = ekv_take(&arena, pages, index->box_bytes);
+    index->moments = ekv_take(&arena, pages, index->moments_bytes);
+    index->norms = ekv_take(&arena, pages, s->statistics & EKV_STATISTICS_NORMS ? 2 * sizeof(float) : 0);
+    index->counts = ekv_take(&arena, (size_t)s->blocks, sizeof *index->counts);
+    return arena.used;
+}
+
+static ekv_status check_params(ekv_context *context, const ekv_index_params *s) {
+#define CHECK(condition, ...) \
+    if (!(condition)) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, __VA_ARGS__)
+    CHECK(ekv_dtype_valid(s->dtype), "params->dtype is %d, not an ekv_dtype", (int)s->dtype);
+    CHECK(s->kv_heads >= 1 && s->kv_heads <= 65536, "params->kv_heads is %d, not in 1..65536", (int)s->kv_heads);
+    CHECK(s->k_dim >= 1 && s->k_dim <= EKV_MAX_DIM, "params->k_dim is %d, not in 1..%d", (int)s->k_dim, EKV_MAX_DIM);
+    CHECK(s->v_dim >= 1 && s->v_dim <= EKV_MAX_DIM, "params->v_dim is %d, not in 1..%d", (int)s->v_dim, EKV_MAX_DIM);
+    CHECK(s->page_size >= 1 && s->page_size <= EKV_MAX_PAGE_SIZE, "params->page_size is %d, not in 1..%d", (int)s->page_size,
+          EKV_MAX_PAGE_SIZE);
+    CHECK(s->blocks >= 1 && s->blocks <= INT32_MAX, "params->blocks is %lld, not in 1..2^31-1", (long long)s->blocks);
+    CHECK(!(s->statistics & ~(uint32_t)ALL_STATISTICS), "params->statistics is 0x%x: unknown flags", (unsigned)s->statistics);
+#undef CHECK
+    return EKV_OK;
+}
+
+size_t ekv_index_bytes(const ekv_index_params *params) {
+    ekv_index index = {.shape = ekv_index_params_default()};
+    if (!params || !ekv_copy_params(&index.shape, sizeof index.shape, params, sizeof(size_t))) return 0;
+    return check_params(NULL, &index.shape) == EKV_OK ? lay_out(&index) : 0;
+}
+
+ekv_status ekv_index_create(ekv_context *context, const ekv_index_params *params, void *memory, size_t bytes, ekv_index **out) {
+    ekv_index_params shape = ekv_index_params_default();
+    if (!context) return EKV_ERROR_INVALID_ARGUMENT;
+    if (!params) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "params is NULL");
+    if (!out) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "index is NULL");
+    if (!ekv_copy_params(&shape, sizeof shape, params, sizeof(size_t)))
+        return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "params->size is %zu, not that of an ekv_index_params", params->size);
+    const ekv_status status = check_params(context, &shape);
+    if (status != EKV_OK) return status;
+    ekv_index measure = {.shape = shape};
+    const size_t need = lay_out(&measure);
+    if (memory && bytes < need)
+        return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "bytes is %zu, the index needs %zu", bytes, need);
+    if (memory && (uintptr_t)memory % EKV_ALIGNMENT)
+        return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "memory is %p, not aligned to %d bytes", memory, EKV_ALIGNMENT);
+    ekv_index *index = ekv_allocate(&context->allocator, sizeof *index);
+    if (!index) return ekv_fail(context, EKV_ERROR_OUT_OF_MEMORY, "out of memory: %zu bytes for the index", sizeof *index);
+    *index = (ekv_index){.shape = shape, .allocator = context->allocator, .memory = memory, .memory_bytes = need, .owned = !memory};
+    if (!memory) index->memory = ekv_allocate(&context->allocator, need);
+    if (!index->memory) {
+        ekv_release(&context->allocator, index, sizeof *index);
+        return ekv_fail(context, EKV_ERROR_OUT_OF_MEMORY, "out of memory: %zu bytes for the index", need);
+    }
+    lay_out(index);
+    memset(index->counts, 0, (size_t)shape.blocks * sizeof *index->counts);
+    *out = index;
+    return EKV_OK;
+}
+
+void ekv_index_destroy(ekv_index *index) {
+    if (!index) return;
+    const ekv_allocator allocator = index->allocator;
+    if (index->owned) ekv_release(&allocator, index->memory, index->memory_bytes);
+    ekv_release(&allocator, index, sizeof *index);
+}
+
+ekv_status ekv_check_index(ekv_context *context, const ekv_index *index, const ekv_kv *kv) {
+    const ekv_index_params *s = &index->shape;
+    if (s->dtype != kv->dtype || s->kv_heads != kv->kv_heads || s->k_dim != kv->k_dim || s->v_dim != kv->v_dim ||
+        s->page_size != kv->page_size || s->blocks < kv->blocks)
+        return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT,
+                        "index is for %s, kv_heads %d, k_dim %d, v_dim %d, page_size %d, blocks %lld, which does not fit kv",
+                        ekv_dtype_name(s->dtype), (int)s->kv_heads, (int)s->k_dim, (int)s->v_dim, (int)s->page_size,
+                        (long long)s->blocks);
+    return EKV_OK;
+}
+
+/* ---- building ---- */
+
+typedef struct update {
+    const ekv_kernels *kernels;
+    ekv_index *index;
+    const ekv_kv *kv;
+    const int32_t *block_table;
+    int64_t first_page, pages, length;
+} update;
+
+static int64_t block_of(const int32_t *table, int64_t page) { return table ? table[page] : page; }
+
+/* One page of one head; task i is page i / heads, head i % heads. */
+static void build_page(void *arg, int64_t i) {
+    const update *u = arg;
+    ekv_index *index = u->index;
+    const ekv_kv *kv = u->kv;
+    const int head = (int)(i % kv->kv_heads);
+    const int64_t page = u->first_page + i / kv->kv_heads, block = block_of(u->block_table, page);
+    const int n = (int)ekv_min64(kv->page_size, u->length - page * kv->page_size);
+    const void *keys[EKV_MAX_PAGE_SIZE], *values[EKV_MAX_PAGE_SIZE];
+    for (int t = 0; t < n; t++) {
+        keys[t] = ekv_key(kv, block, t, head);
+        values[t] = ekv_value(kv, block, t, head);
+    }
+    const uint32_t statistics = index->shape.statistics;
+    if (statistics & EKV_STATISTICS_BOX) {
+        ekv_box_args a = {keys, n, kv->k_dim, (void *)ekv_index_box(index, head, block)};
+        u->kernels->box[kv->dtype](&a);
+    }
+    if (statistics & EKV_STATISTICS_GAUSSIAN) {
+        ekv_moments_args a = {keys, n, kv->k_dim, (void *)ekv_index_moments(index, head, block)};
+        u->kernels->moments[kv->dtype](&a);
+    }
+    if (statistics & EKV_STATISTICS_NORMS) {
+        float *norms = (float *)ekv_index_norms(index, head, block);
+        ekv_norms_args k = {keys, n, kv->k_dim, norms}, v = {values, n, kv->v_dim, norms + 1};
+        u->kernels->norms[kv->dtype](&k);
+        u->kernels->norms[kv->dtype](&v);
+    }
+}
+
+void ekv_index_rebuild(ekv_context *context, ekv_index *index, const ekv_kv *kv, const int32_t *block_table, int64_t first,
+                       int64_t count, int64_t length) {
+    if (count <= 0 || first >= length) return;
+    const int64_t end = ekv_min64(first + count, length), first_page = first / kv->page_size;
+    /* The reference keeps statistics too; any table serves, since all give the same bits. */
+    ekv_backend_entry best;
+    const ekv_kernels *kernels = context->kernels;
+    if (!kernels && ekv_find_backend(NULL, &best)) kernels = best.kernels;
+    update u = {kernels, index, kv, block_table, first_page, ekv_ceil_div(end, kv->page_size) - first_page, length};
+    ekv_parallel(context, u.pages * kv->kv_heads, build_page, &u);
+    for (int64_t page = first_page; page < first_page + u.pages; page++)
+        index->counts[block_of(block_table, page)] = (uint16_t)ekv_min64(kv->page_size, length - page * kv->page_size);
+}
+
+/* Checks the range of tokens and the blocks that hold it. */
+static ekv_status check_range(ekv_context *context, const ekv_index *index, const int32_t *block_table, int64_t first, int64_t count,
+                              int64_t length) {
+    if (first < 0) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "first is %lld, below 0", (long long)first);
+    if (count < 0) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "count is %lld, below 0", (long long)count);
+    if (count > length - first)
+        return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "length is %lld, but first + count is %lld + %lld", (long long)length,
+                        (long long)first, (long long)count);
+    if (count == 0) return EKV_OK;
+    const int64_t page_size = index->shape.page_size;
+    for (int64_t page = first / page_size; page <= (first + count - 1) / page_size; page++) {
+        const int64_t block = block_of(block_table, page);
+        if (block < 0 || block >= index->shape.blocks)
+            return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "block_table[%lld] is %lld, not in 0..%lld", (long long)page,
+                            (long long)block, (long long)index->shape.blocks - 1);
+    }
+    return EKV_OK;
+}
+
+ekv_status ekv_index_update(ekv_context *context, ekv_index *index, const ekv_kv *kv, const int32_t *block_table, int64_t first,
+                            int64_t count, int64_t length) {
+    ekv_kv view = ekv_kv_default();
+    if (!context) return EKV_ERROR_INVALID_ARGUMENT;
+    if (!index) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "index is NULL");
+    if (!kv) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "kv is NULL");
+    if (!ekv_copy_params(&view, sizeof view, kv, sizeof(size_t)))
+        return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "kv->size is %zu, not that of an ekv_kv", kv->size);
+    ekv_status status = ekv_check_kv(context, &view);
+    if (status == EKV_OK) status = ekv_check_index(context, index, &view);
+    if (status == EKV_OK) status = check_range(context, index, block_table, first, count, length);
+    if (status == EKV_OK) ekv_index_rebuild(context, index, &view, block_table, first, count, length);
+    return status;
+}
+
+ekv_status ekv_index_invalidate(ekv_context *context, ekv_index *index, const int32_t *block_table, int64_t first, int64_t count) {
+    if (!context) return EKV_ERROR_INVALID_ARGUMENT;
+    if (!index) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "index is NULL");
+    const ekv_status status = check_range(context, index, block_table, first, count, INT64_MAX);
+    if (status != EKV_OK || count == 0) return status;
+    const int64_t page_size = index->shape.page_size;
+    for (int64_t page = first / page_size; page <= (first + count - 1) / page_size; page++)
+        index->counts[block_of(block_table, page)] = 0;
+    return EKV_OK;
+}

@@ -1,0 +1,158 @@
+/*
+ * What the files of src/dispatch share: the opaque types of the public header, error reporting, memory, tasks.
+ *
+ * This folder is the only code that knows which backends exist.  A decode step goes
+ *      decode.c    validates the call once, cuts it into items and runs their stages
+ *      select.c    which pages each row reads
+ *      attend.c    scores, candidate lists, solution, values, output of one item
+ *      mass.c      the bound E on what was not read
+ * over the kernels of the chosen backend (cpu/kernel_list.h), or through oracle.c for the backend `reference`.
+ */
+#ifndef EKV_INTERNAL_H
+#define EKV_INTERNAL_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "cpu/kernel_list.h"
+#include "entmaxkv/entmaxkv.h"
+
+#define EKV_ALIGNMENT 64
+#define EKV_MESSAGE_SIZE 320
+#define EKV_SOFTMAX_BELOW (1.0 + 1e-7) /* alpha below it is treated as 1 */
+
+/* A backend: its kernels, or NULL for the reference. */
+typedef struct ekv_backend_entry {
+    const char *name;
+    const ekv_kernels *kernels;
+    bool compiled, available, worthwhile;
+    const char *note;
+} ekv_backend_entry;
+
+struct ekv_context {
+    char message[EKV_MESSAGE_SIZE];
+    ekv_allocator allocator;
+    ekv_parallel_for parallel_for;
+    void *parallel_user;
+    int32_t threads;
+    bool fixed_scratch;
+    const ekv_kernels *kernels; /* NULL: the reference */
+    const char *backend;
+    char reason[160];
+    void *scratch;
+    size_t scratch_bytes;
+    atomic_int *slots; /* [threads] claimed by the tasks that run at the same time */
+};
+
+struct ekv_index {
+    ekv_index_params shape;
+    ekv_allocator allocator; /* of memory, when owned */
+    void *memory;
+    size_t memory_bytes;
+    bool owned;
+    size_t box_bytes, moments_bytes; /* per page and head, 0 when not kept */
+    char *boxes, *moments;           /* [kv_heads][blocks] */
+    float *norms;                    /* [kv_heads][blocks][2]: keys, values */
+    uint16_t *counts;                /* [blocks] tokens that the statistics cover; 0: unknown page */
+};
+
+struct ekv_cache {
+    ekv_cache_params shape;
+    ekv_allocator allocator;
+    char *k, *v;          /* [layers][kv_heads][blocks][page_size][dim] */
+    size_t k_bytes, v_bytes;
+    ekv_index **indexes;  /* [layers], or NULL */
+    int64_t table_stride; /* pages that the longest sequence has */
+    int32_t *tables;      /* [max_sequences][table_stride] */
+    int64_t *pages;       /* [max_sequences] blocks in use; -1: no such sequence */
+    int64_t *lengths;     /* [max_sequences][layers] */
+    int32_t *free_blocks; /* stack */
+    int64_t free_count;
+};
+
+/* ---- context.c ---- */
+
+/* Records the message and returns status.  context may be NULL. */
+ekv_status ekv_fail(ekv_context *context, ekv_status status, const char *format, ...)
+#if defined(__GNUC__)
+    __attribute__((format(printf, 3, 4)))
+#endif
+    ;
+void *ekv_allocate(const ekv_allocator *allocator, size_t bytes);
+void ekv_release(const ekv_allocator *allocator, void *memory, size_t bytes);
+/* Scratch of at least this size; its contents are undefined. */
+ekv_status ekv_need_scratch(ekv_context *context, size_t bytes);
+
+/* A bump allocator over one block of memory; with base NULL it only measures. */
+typedef struct ekv_arena {
+    char *base;
+    size_t used;
+} ekv_arena;
+void *ekv_take(ekv_arena *arena, size_t count, size_t size);
+
+/* ---- backend.c ---- */
+
+/* The backend of that name, or with NULL the best that is available and worthwhile; 0 if there is none. */
+int ekv_find_backend(const char *name, ekv_backend_entry *entry);
+/* The names of the backends that can run here, separated by ", ". */
+void ekv_list_available(char *text, size_t size);
+
+/* ---- threads.c ---- */
+
+/* Runs task(arg, i) for i in [0, n) with default floating-point control, on the context's threads. */
+void ekv_parallel(ekv_context *context, int64_t n, ekv_task task, void *arg);
+/* A number below context->threads that no other running task has, and its return. */
+int ekv_claim_slot(ekv_context *context);
+void ekv_release_slot(ekv_context *context, int slot);
+/* Physical cores that this process may use, cut by the container's CPU quota; at least 1. */
+int32_t ekv_default_threads(void);
+
+/* ---- platform.c ---- */
+
+/* CPUs' worth of time that the container's cgroup (v1 or v2, mounted at root, usually "/sys/fs/cgroup") grants; 0: no limit. */
+double ekv_cpu_quota(const char *root);
+/* Logical CPUs in this process's affinity mask. */
+int ekv_allowed_cpus(void);
+
+/* ---- index.c ---- */
+
+static inline const void *ekv_index_box(const ekv_index *index, int head, int64_t block) {
+    return index->boxes + (size_t)(head * index->shape.blocks + block) * index->box_bytes;
+}
+static inline const void *ekv_index_moments(const ekv_index *index, int head, int64_t block) {
+    return index->moments + (size_t)(head * index->shape.blocks + block) * index->moments_bytes;
+}
+static inline const float *ekv_index_norms(const ekv_index *index, int head, int64_t block) {
+    return index->norms + (size_t)(head * index->shape.blocks + block) * 2;
+}
+/* EKV_ERROR_INVALID_ARGUMENT if the index was made for another shape than kv's, or if kv itself is wrong. */
+ekv_status ekv_check_index(ekv_context *context, const ekv_index *index, const ekv_kv *kv);
+ekv_status ekv_check_kv(ekv_context *context, const ekv_kv *kv); /* decode.c */
+/* ekv_index_update for arguments that are known to be right. */
+void ekv_index_rebuild(ekv_context *context, ekv_index *index, const ekv_kv *kv, const int32_t *block_table, int64_t first,
+                       int64_t count, int64_t length);
+static inline ekv_dtype ekv_moments_dtype(ekv_dtype dtype) { return dtype == EKV_F16 ? EKV_F16 : EKV_F32; }
+
+/* ---- shared by several files ---- */
+
+static inline size_t ekv_element_bytes(ekv_dtype dtype) { return dtype == EKV_F32 ? 4 : 2; }
+static inline bool ekv_dtype_valid(ekv_dtype dtype) { return dtype == EKV_F32 || dtype == EKV_F16 || dtype == EKV_BF16; }
+static inline int64_t ekv_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t ekv_min64(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t ekv_max64(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline const char *ekv_at(const void *base, int64_t element, ekv_dtype dtype) {
+    return (const char *)base + element * (int64_t)ekv_element_bytes(dtype);
+}
+static inline const void *ekv_key(const ekv_kv *kv, int64_t block, int64_t slot, int head) {
+    return ekv_at(kv->k, block * kv->k_block_stride + slot * kv->k_token_stride + head * kv->k_head_stride, kv->dtype);
+}
+static inline const void *ekv_value(const ekv_kv *kv, int64_t block, int64_t slot, int head) {
+    return ekv_at(kv->v, block * kv->v_block_stride + slot * kv->v_token_stride + head * kv->v_head_stride, kv->dtype);
+}
+
+/* Copies a parameter struct of the caller's header version over the defaults of this one.  False if its size is impossible. */
+bool ekv_copy_params(void *to, size_t to_size, const void *from, size_t least);
+
+#endif

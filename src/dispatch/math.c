@@ -1,0 +1,21 @@
+/*
+ * Scalar exp, log, pow and erfc for the decisions that are made outside the kernels: SLEEF's consistent variants, whose bits depend
+ * neither on the instruction set nor on the C library; libm in a build without SLEEF.
+ *
+ * SPDX-License-Identifier: Apache-2.0
+ */
+#include "dispatch/step.h"
+
+#if EKV_WITH_SLEEF
+#include <sleef.h>
+double ekv_exp(double x) { return Sleef_cinz_expd1_u10purec(x); }
+double ekv_log(double x) { return Sleef_cinz_logd1_u10purec(x); }
+double ekv_pow(double x, double y) { return Sleef_cinz_powd1_u10purec(x, y); }
+double ekv_erfc(double x) { return Sleef_cinz_erfcd1_u15purec(x); }
+#else
+#include <math.h>
+double ekv_exp(double x) { return exp(x); }
+double ekv_log(double x) { return log(x); }
+double ekv_pow(double x, double y) { return pow(x, y); }
+double ekv_erfc(double x) { return erfc(x); }
+#endif

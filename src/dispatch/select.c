@@ -1,0 +1,323 @@
+/*
+ * Which pages a row reads, decided from page statistics before any page is read.
+ *
+ *   topk      the pages with the largest box bounds (Quest's criterion), ties to the lower page
+ *   gaussian  the pages whose largest score may reach an estimate of tau (EntmaxKV's Gaussian-aware selection): tau^ solves
+ *             sum_p n_p E[max(z - tau^, 0)^beta] = 1 for normal z, and page p stays if mean_p + zeta_p deviation_p > tau^ - margin,
+ *             zeta_p = Phi^-1(quantile^(1/n_p)), the quantile of the largest of n_p scores
+ *
+ * All quantities are in z units.  Every comparison is written so that a NaN reads the page.
+ *
+ * SPDX-License-Identifier: Apache-2.0
+ */
+#include "dispatch/step.h"
+
+#include <math.h>
+#include <string.h>
+
+#define PAGE_BATCH 128 /* pages in one call of the bound and moments kernels */
+
+/* ---- statistics of a row's pages ---- */
+
+/* Whether the statistics cover all of the page's tokens that the row sees; an unknown page does not. */
+static bool known(const ekv_step *step, const ekv_item *item, const ekv_row *row, int64_t page) {
+    return step->index->counts[ekv_block(item, page)] >= ekv_page_tokens(step, row->n, page);
+}
+
+/* First and last token of pages [page, page + n). */
+static void page_ends(const ekv_step *step, const ekv_row *row, int64_t page, int n, int32_t *first, int32_t *last) {
+    for (int i = 0; i < n; i++) {
+        first[i] = (int32_t)(page + i) * step->kv.page_size;
+        last[i] = first[i] + ekv_page_tokens(step, row->n, page + i) - 1;
+    }
+}
+
+void ekv_page_bounds_of(const ekv_step *step, ekv_item *item, ekv_row *row) {
+    for (int64_t page = 0; page < row->pages; page += PAGE_BATCH) {
+        const int n = (int)ekv_min64(PAGE_BATCH, row->pages - page);
+        const void *boxes[PAGE_BATCH];
+        int32_t first[PAGE_BATCH], last[PAGE_BATCH];
+        for (int i = 0; i < n; i++) boxes[i] = ekv_index_box(step->index, item->head, ekv_block(item, page + i));
+        page_ends(step, row, page, n, first, last);
+        ekv_bound_args a = {row->q, row->slope, row->q_token, boxes, first, last, n, step->kv.k_dim, row->bound + page};
+        step->kernels->bound[step->kv.dtype](&a);
+        for (int i = 0; i < n; i++)
+            if (!known(step, item, row, page + i)) row->bound[page + i] = INFINITY;
+    }
+}
+
+void ekv_page_moments_of(const ekv_step *step, ekv_item *item, ekv_row *row) {
+    for (int64_t page = 0; page < row->pages; page += PAGE_BATCH) {
+        const int n = (int)ekv_min64(PAGE_BATCH, row->pages - page);
+        const void *moments[PAGE_BATCH];
+        int32_t first[PAGE_BATCH], last[PAGE_BATCH];
+        for (int i = 0; i < n; i++) moments[i] = ekv_index_moments(step->index, item->head, ekv_block(item, page + i));
+        page_ends(step, row, page, n, first, last);
+        ekv_gaussian_args a = {row->q, row->slope, row->q_token, moments, first, last, n, step->kv.k_dim, row->mean + page,
+                               row->deviation + page};
+        step->kernels->gaussian[ekv_moments_dtype(step->kv.dtype)](&a);
+        for (int i = 0; i < n; i++)
+            if (!known(step, item, row, page + i)) row->mean[page + i] = row->deviation[page + i] = NAN;
+    }
+}
+
+/* ---- forced pages ---- */
+
+/* The last page, the first pages, the recent window, and pages without statistics. */
+static void select_forced(const ekv_step *step, const ekv_item *item, ekv_row *row) {
+    const int64_t page_size = step->kv.page_size, pages = row->pages;
+    memset(row->selected, 0, (size_t)pages);
+    row->selected[pages - 1] = 1;
+    for (int64_t page = 0; page < ekv_min64(step->p.first_pages, pages); page++) row->selected[page] = 1;
+    const int64_t recent = ekv_max64(0, row->n - (int64_t)step->p.recent_tokens) / page_size;
+    if (step->p.recent_tokens > 0) memset(row->selected + recent, 1, (size_t)(pages - recent));
+    for (int64_t page = 0; page < pages; page++)
+        if (!known(step, item, row, page)) row->selected[page] = 1;
+}
+
+/* ---- topk ---- */
+
+/* A whole number that orders floats; NaN counts as +infinity, and -0 as 0. */
+static uint32_t order_of(float x) {
+    uint32_t bits;
+    if (x != x) x = INFINITY;
+    x += 0.0f;
+    memcpy(&bits, &x, sizeof bits);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+/* The order of the k-th largest bound among the pages not selected yet: 11, 11 and 10 bits at a time.  *ties: how many pages of
+ * exactly that order belong to the k. */
+static uint32_t kth_largest(const ekv_row *row, int64_t k, int64_t *ties) {
+    static const int shifts[3] = {21, 10, 0}, widths[3] = {11, 11, 10};
+    uint32_t prefix = 0;
+    for (int pass = 0; pass < 3; pass++) {
+        int32_t histogram[2048] = {0};
+        const int shift = shifts[pass], width = widths[pass];
+        for (int64_t page = 0; page < row->pages; page++) {
+            const uint32_t order = order_of(row->bound[page]);
+            if (row->selected[page] || (uint64_t)order >> (shift + width) != (uint64_t)prefix >> (shift + width)) continue;
+            histogram[order >> shift & ((1u << width) - 1u)]++;
+        }
+        uint32_t digit = (1u << width) - 1u;
+        while (digit > 0 && histogram[digit] < k) k -= histogram[digit--];
+        prefix |= digit << shift;
+    }
+    *ties = k;
+    return prefix;
+}
+
+static void select_topk(const ekv_step *step, ekv_row *row) {
+    const int64_t budget = ekv_max64(1, step->p.budget / step->kv.page_size + (step->p.budget % step->kv.page_size != 0));
+    int64_t k = ekv_min64(budget, row->pages), ties;
+    for (int64_t page = 0; page < row->pages; page++) k -= row->selected[page];
+    if (k <= 0) return;
+    const uint32_t cut = kth_largest(row, k, &ties);
+    for (int64_t page = 0; page < row->pages; page++) {
+        const uint32_t order = order_of(row->bound[page]);
+        if (row->selected[page] || order < cut || (order == cut && ties-- <= 0)) continue;
+        row->selected[page] = 1;
+    }
+}
+
+/* ---- gaussian ---- */
+
+double ekv_normal_quantile(double p) {
+    double low = -40.0, high = 40.0;
+    for (int i = 0; i < 100; i++) { /* 1 - p is kept exact enough by the complementary tail on either side */
+        const double x = 0.5 * (low + high);
+        const double below = 0.5 * ekv_erfc(-x * 0.7071067811865476);
+        const double above = 0.5 * ekv_erfc(x * 0.7071067811865476);
+        if (p < 0.5 ? below < p : above > 1.0 - p)
+            low = x;
+        else
+            high = x;
+    }
+    return 0.5 * (low + high);
+}
+
+/* The scores that tau^ is estimated from: a mixture of normals. */
+typedef struct mixture {
+    const float *mean, *deviation, *count;
+    int64_t n;
+} mixture;
+
+/* E[max(x - tau, 0)^beta] and its slope for any beta, x normal: deviation^beta times the integral of t^beta phi(a + t) over t > 0,
+ * a = (tau - mean) / deviation, by the trapezoid rule in log t.  The integrand is log-concave in t with a curvature of at least 1, so
+ * nine deviations around its peak hold it; towards 0 it falls like t^(beta + 1) in log t. */
+static void quadrature(double mean, double deviation, double beta, double tau, double *value, double *slope) {
+    enum { POINTS = 96 };
+    const double s = deviation > 1e-9 ? deviation : 1e-9, a = (tau - mean) / s, root = sqrt(a * a + 4.0 * (beta + 1.0));
+    const double peak = a > 0.0 ? 2.0 * (beta + 1.0) / (a + root) : 0.5 * (root - a);
+    const double least = peak * ekv_exp(-35.0 / (beta + 1.0));
+    const double low = ekv_log(peak - 9.0 > least ? peak - 9.0 : least), high = ekv_log(peak + 9.0);
+    const double h = (high - low) / (POINTS - 1), scale = beta * ekv_log(s);
+    double m0 = 0.0, m1 = 0.0;
+    for (int i = 0; i < POINTS; i++) {
+        const double log_t = low + h * i, t = ekv_exp(log_t);
+        const double f = ekv_exp((beta + 1.0) * log_t + scale - 0.5 * (a + t) * (a + t));
+        m0 += f;
+        m1 += f / t;
+    }
+    *value = m0 * h * 0.3989422804014327;
+    *slope = beta * m1 * h * 0.3989422804014327 / s;
+}
+
+static void mixture_mass(const ekv_step *step, const mixture *m, double beta, double tau, double *value, double *slope) {
+    const double whole = floor(beta + 0.5);
+    if (fabs(beta - whole) < 1e-12 && whole >= 1.0 && whole <= 3.0) {
+        ekv_mass_args a = {m->mean, m->deviation, m->count, m->n, (int)whole, tau, 0.0, 0.0};
+        step->kernels->mass(&a);
+        *value = a.value;
+        *slope = a.slope;
+        return;
+    }
+    *value = *slope = 0.0;
+    for (int64_t p = 0; p < m->n; p++) {
+        double v, d;
+        if (((double)m->mean[p] - tau) < -9.0 * (double)m->deviation[p] - 1e-8) continue; /* less than 1e-19 of its tokens */
+        quadrature((double)m->mean[p], (double)m->deviation[p], beta, tau, &v, &d);
+        *value += (double)m->count[p] * v;
+        *slope += (double)m->count[p] * d;
+    }
+}
+
+/* tau^: the mass falls with tau; Newton inside a bracket. */
+static double estimate_tau(const ekv_step *step, const mixture *m, double beta) {
+    double low = -(double)INFINITY, high = -(double)INFINITY;
+    double total = 0.0;
+    for (int64_t p = 0; p < m->n; p++) {
+        const double mean = (double)m->mean[p], reach = mean + 40.0 * (double)m->deviation[p] + 1.0;
+        low = mean > low ? mean : low;
+        high = reach > high ? reach : high;
+        total += (double)m->count[p];
+    }
+    low -= 2.0; /* half of the tokens of the best page exceed its mean; with beta < 1 this may not suffice: see below */
+    double value, slope;
+    for (int i = 0; i < 60; i++) {
+        mixture_mass(step, m, beta, low, &value, &slope);
+        if (value >= 1.0) break;
+        low -= 2.0 * (double)(i + 1);
+    }
+    double tau = low;
+    for (int step_count = 0; step_count < 100; step_count++) {
+        mixture_mass(step, m, beta, tau, &value, &slope);
+        if (value >= 1.0)
+            low = tau;
+        else
+            high = tau;
+        /* the norm of the masses is straighter than their sum: (value^(1/beta) - 1) / (d value^(1/beta) / d tau) */
+        double next = tau + beta * (value - ekv_pow(value, 1.0 - 1.0 / beta)) / slope;
+        if (!(next > low && next < high)) next = low + 0.5 * (high - low);
+        if (fabs(next - tau) <= 1e-12 * (1.0 + fabs(tau)) || !(high - low > 1e-12 * (1.0 + fabs(low)))) break;
+        tau = next;
+    }
+    return tau;
+}
+
+/* Mean and variance of all scores: the pages' variances plus the variance of their means. */
+static void global_normal(const ekv_item *item, const ekv_row *row, double *mean, double *deviation) {
+    double total = 0.0, sum = 0.0, spread = 0.0;
+    for (int32_t p = 0; p < row->pages; p++) {
+        total += (double)item->count[p];
+        sum += (double)item->count[p] * (double)row->mean[p];
+    }
+    *mean = sum / total;
+    for (int32_t p = 0; p < row->pages; p++) {
+        const double c = (double)row->mean[p] - *mean, s = (double)row->deviation[p];
+        spread += (double)item->count[p] * (s * s + c * c);
+    }
+    *deviation = sqrt(spread / total);
+}
+
+static bool all_finite(const ekv_row *row) {
+    for (int32_t p = 0; p < row->pages; p++)
+        if (!(fabsf(row->mean[p]) < INFINITY) || !(row->deviation[p] < INFINITY)) return false;
+    return true;
+}
+
+/* How far below tau^ a page may stay. */
+static double margin_below(const ekv_step *step, const ekv_row *row, double tau, double deviation) {
+    double typical = 0.0;
+    for (int32_t p = 0; p + 1 < row->pages; p++) typical += (double)row->mean[p] + 1.5 * (double)row->deviation[p];
+    const double above = row->pages > 1 ? tau - typical / (row->pages - 1) : 0.0;
+    const double a = step->p.margin_sigma * deviation, b = step->p.margin_fraction * (above > 0.0 ? above : 0.0);
+    return a > b ? a : b;
+}
+
+static void select_gaussian(const ekv_step *step, ekv_item *item, ekv_row *row) {
+    if (!all_finite(row)) { /* an unknown or infinite page: no estimate, so read everything */
+        memset(row->selected, 1, (size_t)row->pages);
+        return;
+    }
+    for (int32_t p = 0; p < row->pages; p++) item->count[p] = (float)ekv_page_tokens(step, row->n, p);
+    double mean, deviation;
+    global_normal(item, row, &mean, &deviation);
+    const float one_mean = (float)mean, one_deviation = (float)deviation, one_count = (float)row->n;
+    const bool single = step->p.gaussian_model == EKV_GAUSSIAN_SINGLE ||
+                        (step->p.gaussian_model == EKV_GAUSSIAN_AUTO && row->slope == 0.0f);
+    const mixture m = single ? (mixture){&one_mean, &one_deviation, &one_count, 1}
+                             : (mixture){row->mean, row->deviation, item->count, row->pages};
+    const double tau = estimate_tau(step, &m, 1.0 / (row->alpha - 1.0));
+    const double cut = tau - margin_below(step, row, tau, deviation);
+    for (int32_t p = 0; p < row->pages; p++) {
+        const double reach = (double)row->mean[p] + (double)step->zeta[(int)item->count[p]] * (double)row->deviation[p];
+        if (!(reach <= cut)) row->selected[p] = 1;
+    }
+}
+
+/* ---- */
+
+static void select_mask(const ekv_step *step, ekv_row *row) {
+    const uint8_t *mask = step->p.page_mask + ((int64_t)row->token * step->p.q_heads + row->head) * step->p.page_mask_stride;
+    for (int32_t p = 0; p < row->pages; p++) row->selected[p] = mask[p] != 0;
+}
+
+static void count_reads(const ekv_step *step, ekv_item *item) {
+    for (int32_t r = 0; r < item->rows; r++) {
+        ekv_row *row = &item->row[r];
+        for (int32_t p = 0; p < row->pages; p++) {
+            if (row->selected && !row->selected[p]) continue;
+            row->read_pages++;
+            row->read_tokens += ekv_page_tokens(step, row->n, p);
+        }
+    }
+    for (int32_t p = 0; p < item->pages; p++) { /* the union; its tokens are those of the row that sees most of the page */
+        int32_t most = 0;
+        for (int32_t r = 0; r < item->rows; r++) {
+            const ekv_row *row = &item->row[r];
+            if (p >= row->pages || (row->selected && !row->selected[p])) continue;
+            const int32_t tokens = ekv_page_tokens(step, row->n, p);
+            most = tokens > most ? tokens : most;
+        }
+        item->read_pages += most > 0;
+        item->read_tokens += most;
+    }
+}
+
+void ekv_select(const ekv_step *step, ekv_item *item) {
+    for (int32_t r = 0; r < item->rows; r++) {
+        ekv_row *row = &item->row[r];
+        if (row->pages == 0) continue;
+        if (step->bounds) ekv_page_bounds_of(step, item, row);
+        if (step->moments) ekv_page_moments_of(step, item, row);
+        if (!step->sparse) continue;
+        if (step->p.policy == EKV_POLICY_PAGES) {
+            select_mask(step, row);
+            continue;
+        }
+        select_forced(step, item, row);
+        if (step->p.policy == EKV_POLICY_TOPK)
+            select_topk(step, row);
+        else
+            select_gaussian(step, item, row);
+    }
+    count_reads(step, item);
+    /* report_mass with a policy other than topk reads the boxes of the unread pages only, but looks at all here: count as read
+     * what the bound needs. */
+    const int64_t boxes = !step->bounds ? 0 : step->p.policy == EKV_POLICY_TOPK ? item->pages : item->pages - item->read_pages;
+    const int64_t norms = step->p.report_mass && step->index && step->index->norms && boxes > 0 ? item->pages : 0;
+    item->bytes_statistics = boxes * (int64_t)(step->index ? step->index->box_bytes : 0) +
+                             (step->moments ? item->pages * (int64_t)step->index->moments_bytes : 0) +
+                             norms * (int64_t)(2 * sizeof(float));
+}

@@ -1,0 +1,134 @@
+/*
+ * A decode step while it runs: the validated call, and the items that it is cut into.
+ *
+ * An item is one KV head of one sequence with up to EKV_ITEM_ROWS rows (query token, query head of the group): what shares reads.
+ * Its stages, each a loop of independent tasks:
+ *      prepare   per item          queries to float, page selection
+ *      scan      per item, span    scores; candidate lists (entmax) or running sums (softmax)
+ *      finish    per row           tau, support, weights, E
+ *      values    per item, span    weighted sums of the support's values
+ *      output    per item          adds the spans, writes output and report
+ * A span is EKV_SPAN tokens, fixed, so that partial sums do not depend on the number of threads.  With many items a task runs all
+ * stages of one item; with few, each stage is a loop over all items and spans.  The results are the same bits.
+ */
+#ifndef EKV_STEP_H
+#define EKV_STEP_H
+
+#include "dispatch/internal.h"
+
+#define EKV_ITEM_ROWS 32
+#define EKV_SPAN 4096
+#define EKV_VALUE_CHUNK 128 /* tokens whose weighted values are summed from zero; divides EKV_SPAN */
+
+typedef struct ekv_step {
+    ekv_context *context;
+    const ekv_kernels *kernels;
+    ekv_decode_params p;     /* strides and defaults filled in */
+    ekv_kv kv;
+    const ekv_index *index;  /* NULL if there is none */
+    int32_t group;
+    int64_t tokens;          /* query tokens */
+    bool sparse;             /* the policy selects pages */
+    bool bounds;             /* page bounds are needed: topk or report_mass */
+    bool moments;            /* page moments are needed: gaussian */
+    bool lists;              /* some head has alpha > 1 */
+    bool by_stages;          /* never run whole items as tasks */
+    float *zeta;       /* [page_size + 1] Phi^-1(quantile^(1/n)), gaussian */
+} ekv_step;
+
+/* One row of an item. */
+typedef struct ekv_row {
+    int32_t token, head;   /* query token in the batch, query head */
+    int32_t n;             /* tokens that it sees */
+    int32_t q_token;       /* n - 1: its own index in the sequence */
+    int32_t pages;         /* pages that it sees */
+    double alpha, scale;   /* scale with its default filled in */
+    const void *query;     /* as given */
+    bool softmax;
+    int32_t power;         /* smallest whole number >= beta and >= 1 */
+    float slope;           /* z units */
+    float *q;
+    uint8_t *selected;     /* [pages] or NULL: all */
+    float *bound;          /* [pages] z units, or NULL */
+    float *mean, *deviation;
+    /* results */
+    double tau, mass, error;
+    int64_t support, read_tokens, read_pages;
+    int64_t list_count;    /* support list in list_z, list_token, weight */
+    float *list_z;
+    int32_t *list_token;
+    float *weight;
+} ekv_row;
+
+/* One row and span: between scan and output. */
+typedef struct ekv_part {
+    int32_t count;    /* candidates in the span's list */
+    float z_max;
+    double sum;       /* softmax: sum of exp(z - z_max) */
+    bool used;        /* `values` has been added to */
+} ekv_part;
+
+typedef struct ekv_item {
+    int32_t sequence, head, first_row, rows;
+    int32_t n, pages, spans;  /* of its last row, which sees most */
+    const int32_t *table;     /* NULL: page p is block table_base + p */
+    int64_t table_base;
+    ekv_row *row;             /* [rows] */
+    ekv_part *part;           /* [rows][spans] */
+    float *values;            /* [rows][spans][v_dim rounded up to 32] */
+    float *count;             /* [pages] scratch of selection: tokens per page */
+    uint64_t *seen;           /* [n / 64 + 1] union of supports, for the report's bytes */
+    int64_t bytes_statistics, read_tokens, read_pages;
+} ekv_item;
+
+static inline int64_t ekv_block(const ekv_item *item, int64_t page) {
+    return item->table ? item->table[page] : item->table_base + page;
+}
+
+/* Tokens of page p that a row which sees n tokens sees. */
+static inline int32_t ekv_page_tokens(const ekv_step *step, int32_t n, int64_t page) {
+    return (int32_t)ekv_min64(step->kv.page_size, n - page * step->kv.page_size);
+}
+
+static inline size_t ekv_padded(int32_t dim) { return ((size_t)dim + 31) / 32 * 32; }
+
+/* select.c */
+void ekv_page_bounds_of(const ekv_step *step, ekv_item *item, ekv_row *row);
+void ekv_page_moments_of(const ekv_step *step, ekv_item *item, ekv_row *row);
+void ekv_select(const ekv_step *step, ekv_item *item);
+/* The quantile function of the standard normal distribution, 0 < p < 1. */
+double ekv_normal_quantile(double p);
+
+/* attend.c */
+void ekv_scan(const ekv_step *step, ekv_item *item, int32_t span);
+void ekv_finish(const ekv_step *step, ekv_item *item, ekv_row *row);
+void ekv_values(const ekv_step *step, ekv_item *item, int32_t span);
+void ekv_output(const ekv_step *step, ekv_item *item);
+
+/* mass.c */
+void ekv_bound_mass(const ekv_step *step, const ekv_item *item, ekv_row *row);
+
+/* validate.c */
+ekv_status ekv_validate(ekv_context *context, const ekv_decode_params *params, ekv_step *step);
+int64_t ekv_length_of(const ekv_step *step, int32_t b);
+const int32_t *ekv_table_of(const ekv_step *step, int32_t b);
+static inline int64_t ekv_q_begin(const ekv_decode_params *p, int32_t b) { return p->q_start ? p->q_start[b] : b; }
+static inline double ekv_alpha_of(const ekv_decode_params *p, int32_t head) { return p->head_alpha ? p->head_alpha[head] : p->alpha; }
+
+/* decode.c: fills in which query, head and tokens row r of an item is. */
+void ekv_describe_row(const ekv_step *step, const ekv_item *item, int32_t r, ekv_row *row);
+
+/* oracle.c: the same items through the reference. */
+ekv_status ekv_reference_decode(const ekv_step *step, const ekv_item *items, int64_t n);
+ekv_status ekv_reference_query(const ekv_step *step, const ekv_item *items, int64_t n, float *bounds, float *mean, float *deviation,
+                               uint8_t *selected, int64_t stride);
+ekv_status ekv_reference_transform(ekv_context *context, double alpha, const float *scores, int64_t n, float *weights, double *tau,
+                                   int64_t *support);
+
+/* math.c: scalar functions with the same bits on every machine (SLEEF), or libm's. */
+double ekv_exp(double x);
+double ekv_log(double x);
+double ekv_pow(double x, double y);
+double ekv_erfc(double x);
+
+#endif

@@ -6,7 +6,7 @@
  */
 #include "cpu/vec.h"
 
-#include "cpu/kernel_list.h"
+#include "entmaxkv/kernels.h"
 
 #include "cpu/convert.h"
 #include "cpu/entmax.h"

@@ -6,6 +6,7 @@
  *
  * SPDX-License-Identifier: Apache-2.0
  */
+#include "cpu/kernel_tables.h"
 #include "dispatch/internal.h"
 
 #include <string.h>

@@ -6,7 +6,7 @@
  *      select.c    which pages each row reads
  *      attend.c    scores, candidate lists, solution, values, output of one item
  *      mass.c      the bound E on what was not read
- * over the kernels of the chosen backend (cpu/kernel_list.h), or through oracle.c for the backend `reference`.
+ * over the kernels of the chosen backend (entmaxkv/kernels.h), or through oracle.c for the backend `reference`.
  */
 #ifndef EKV_INTERNAL_H
 #define EKV_INTERNAL_H
@@ -16,7 +16,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "cpu/kernel_list.h"
+#include "entmaxkv/kernels.h"
 #include "entmaxkv/entmaxkv.h"
 
 #define EKV_ALIGNMENT 64

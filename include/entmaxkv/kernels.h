@@ -1,21 +1,28 @@
 /*
+ * UNSTABLE: not part of the interface that EKV_VERSION promises.  EKV_KERNELS_VERSION changes whenever anything here does.
+ *
  * Every kernel with its contract: the one list from which the function tables of the backends, the dispatcher and the conformance
  * cases are generated.  A kernel takes one argument struct.  "Typed" kernels exist once per storage type.
  *
- * To add a kernel: write its struct and its line here, its body in the kernel header named in the line's comment, and its cases in
- * tests/test_kernels.c.
+ * To add a kernel: write its struct and its line here, its body in the header of src/cpu that the line's comment names, and its cases
+ * in src/dispatch/conform.c.
  *
  * Shared rules.  Pointers are non-NULL, sizes are as said, nothing is validated (the dispatcher did).  Rows of keys and values may be
  * unaligned; nothing past an element count is read or written.  Results have the same bits for every instruction set.  z units are
  * scores times (alpha - 1), or plain scores for alpha = 1.
  */
-#ifndef EKV_KERNEL_LIST_H
-#define EKV_KERNEL_LIST_H
+#ifndef ENTMAXKV_KERNELS_H
+#define ENTMAXKV_KERNELS_H
 
 #include <stdint.h>
 
 #include "entmaxkv/entmaxkv.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define EKV_KERNELS_VERSION 1
 #define EKV_TILE 64      /* most tokens in one call of score */
 #define EKV_MARGIN 0x1p-12 /* z units: what `keep` leaves below a lower bound of tau, so that rounding never drops a candidate */
 
@@ -188,17 +195,8 @@ typedef struct ekv_kernels {
 #undef EKV_PLAIN_FIELD
 } ekv_kernels;
 
-#if EKV_HAVE_SCALAR
-extern const ekv_kernels ekv_kernels_scalar;
-#endif
-#if EKV_HAVE_AVX2
-extern const ekv_kernels ekv_kernels_avx2;
-#endif
-#if EKV_HAVE_AVX512
-extern const ekv_kernels ekv_kernels_avx512;
-#endif
-#if EKV_HAVE_NEON
-extern const ekv_kernels ekv_kernels_neon;
+#ifdef __cplusplus
+}
 #endif
 
 #endif

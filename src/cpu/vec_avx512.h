@@ -1,0 +1,112 @@
+/*
+ * vec.h for AVX-512 (F, BW, DQ, VL): a vf is two registers, a vd one.
+ */
+#ifndef EKV_VEC_AVX512_H
+#define EKV_VEC_AVX512_H
+
+#if !defined(__AVX512F__) || !defined(__AVX512BW__) || !defined(__AVX512DQ__) || !defined(__AVX512VL__)
+#error "compile this file with -mavx512f -mavx512bw -mavx512dq -mavx512vl"
+#endif
+#include <immintrin.h>
+
+typedef struct { __m512 v[2]; } vf;
+typedef __m256 v8;
+typedef __m512d vd;
+
+#define VEC_QUERIES 4 /* query rows that the score kernel keeps in registers at once: 8 sums and 2 parts of a key in 32 registers */
+
+#define VF_EACH(expression) \
+    vf r;                   \
+    for (int i = 0; i < 2; i++) r.v[i] = (expression); \
+    return r
+
+/* The first n of 16 lanes; n may be <= 0 or >= 16. */
+EKV_INLINE __mmask16 first_lanes(int n) { return n >= 16 ? (__mmask16)0xffff : n <= 0 ? 0 : (__mmask16)((1u << n) - 1u); }
+
+EKV_INLINE __m512 f32_from_bf16x16(__m256i b) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16)); }
+
+EKV_INLINE vf vf_set1(float x) { VF_EACH(_mm512_set1_ps(x)); }
+EKV_INLINE vf vf_load(const float *p) { VF_EACH(_mm512_loadu_ps(p + 16 * i)); }
+EKV_INLINE vf vf_load_n(const float *p, int n) { VF_EACH(_mm512_maskz_loadu_ps(first_lanes(n - 16 * i), p + 16 * i)); }
+EKV_INLINE vf vf_load_f16(const uint16_t *p) { VF_EACH(_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p + 16 * i)))); }
+EKV_INLINE vf vf_load_f16_n(const uint16_t *p, int n) {
+    VF_EACH(_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n - 16 * i), p + 16 * i)));
+}
+EKV_INLINE vf vf_load_bf16(const uint16_t *p) { VF_EACH(f32_from_bf16x16(_mm256_loadu_si256((const __m256i *)(p + 16 * i)))); }
+EKV_INLINE vf vf_load_bf16_n(const uint16_t *p, int n) {
+    VF_EACH(f32_from_bf16x16(_mm256_maskz_loadu_epi16(first_lanes(n - 16 * i), p + 16 * i)));
+}
+EKV_INLINE void vf_store(float *p, vf a) { for (int i = 0; i < 2; i++) _mm512_storeu_ps(p + 16 * i, a.v[i]); }
+EKV_INLINE void vf_store_n(float *p, vf a, int n) {
+    for (int i = 0; i < 2; i++) _mm512_mask_storeu_ps(p + 16 * i, first_lanes(n - 16 * i), a.v[i]);
+}
+EKV_INLINE void vf_store_f16(uint16_t *p, vf a) {
+    for (int i = 0; i < 2; i++)
+        _mm256_storeu_si256((__m256i *)(p + 16 * i), _mm512_cvtps_ph(a.v[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+EKV_INLINE void vf_store_bf16(uint16_t *p, vf a) {
+    for (int i = 0; i < 2; i++) {
+        const __m512i x = _mm512_castps_si512(a.v[i]);
+        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(x, 16), _mm512_set1_epi32(1));
+        const __m512i rounded = _mm512_add_epi32(x, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+        const __mmask16 is_nan = _mm512_cmp_ps_mask(a.v[i], a.v[i], _CMP_UNORD_Q);
+        const __m512i bits = _mm512_mask_or_epi32(rounded, is_nan, x, _mm512_set1_epi32(0x400000));
+        _mm256_storeu_si256((__m256i *)(p + 16 * i), _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+    }
+}
+EKV_INLINE vf vf_from_i32(const int32_t *p, int32_t minus) {
+    VF_EACH(_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_loadu_si512(p + 16 * i), _mm512_set1_epi32(minus))));
+}
+EKV_INLINE vf vf_add(vf a, vf b) { VF_EACH(_mm512_add_ps(a.v[i], b.v[i])); }
+EKV_INLINE vf vf_sub(vf a, vf b) { VF_EACH(_mm512_sub_ps(a.v[i], b.v[i])); }
+EKV_INLINE vf vf_mul(vf a, vf b) { VF_EACH(_mm512_mul_ps(a.v[i], b.v[i])); }
+EKV_INLINE vf vf_max(vf a, vf b) { VF_EACH(_mm512_max_ps(a.v[i], b.v[i])); }
+EKV_INLINE vf vf_min(vf a, vf b) { VF_EACH(_mm512_min_ps(a.v[i], b.v[i])); }
+EKV_INLINE vf vf_abs(vf a) { VF_EACH(_mm512_abs_ps(a.v[i])); }
+EKV_INLINE vf vf_sqrt(vf a) { VF_EACH(_mm512_sqrt_ps(a.v[i])); }
+
+EKV_INLINE uint32_t vf_le(vf a, vf b) {
+    return (uint32_t)_mm512_cmp_ps_mask(a.v[0], b.v[0], _CMP_LE_OQ) | (uint32_t)_mm512_cmp_ps_mask(a.v[1], b.v[1], _CMP_LE_OQ) << 16;
+}
+
+EKV_INLINE v8 vf_fold(vf a) {
+    const __m512 x = _mm512_add_ps(a.v[0], a.v[1]); /* i and i + 16 */
+    return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+}
+
+/* Adds by transposing: each level halves the number of registers and adds the halves of two sums at once. */
+EKV_INLINE void v8_sum8(const v8 a[8], float out[8]) {
+    __m256 b[4], c[2];
+    for (int i = 0; i < 4; i++) /* lanes j and j + 4; sum i in the low half, sum i + 4 in the high half */
+        b[i] = _mm256_add_ps(_mm256_permute2f128_ps(a[i], a[i + 4], 0x20), _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+    for (int i = 0; i < 2; i++) /* lanes j and j + 2 */
+        c[i] = _mm256_add_ps(_mm256_shuffle_ps(b[2 * i], b[2 * i + 1], 0x44), _mm256_shuffle_ps(b[2 * i], b[2 * i + 1], 0xee));
+    _mm256_storeu_ps(out, _mm256_add_ps(_mm256_shuffle_ps(c[0], c[1], 0x88), _mm256_shuffle_ps(c[0], c[1], 0xdd)));
+}
+
+EKV_INLINE vd vd_set1(double x) { return _mm512_set1_pd(x); }
+EKV_INLINE vd vd_load(const double *p) { return _mm512_loadu_pd(p); }
+EKV_INLINE vd vd_load_f32(const float *p) { return _mm512_cvtps_pd(_mm256_loadu_ps(p)); }
+EKV_INLINE void vd_store_f32(float *p, vd a) { _mm256_storeu_ps(p, _mm512_cvtpd_ps(a)); }
+EKV_INLINE vd vd_add(vd a, vd b) { return _mm512_add_pd(a, b); }
+EKV_INLINE vd vd_sub(vd a, vd b) { return _mm512_sub_pd(a, b); }
+EKV_INLINE vd vd_mul(vd a, vd b) { return _mm512_mul_pd(a, b); }
+EKV_INLINE vd vd_div(vd a, vd b) { return _mm512_div_pd(a, b); }
+EKV_INLINE vd vd_max(vd a, vd b) { return _mm512_max_pd(a, b); }
+EKV_INLINE vd vd_min(vd a, vd b) { return _mm512_min_pd(a, b); }
+EKV_INLINE double vd_sum(vd a) {
+    const __m256d x = _mm256_add_pd(_mm512_castpd512_pd256(a), _mm512_extractf64x4_pd(a, 1)); /* i and i + 4 */
+    const __m128d y = _mm_add_pd(_mm256_castpd256_pd128(x), _mm256_extractf128_pd(x, 1));      /* i and i + 2 */
+    return _mm_cvtsd_f64(_mm_add_sd(y, _mm_unpackhi_pd(y, y)));
+}
+
+#if EKV_WITH_SLEEF
+EKV_INLINE vf vf_exp(vf a) { VF_EACH(Sleef_cinz_expf16_u10avx512fnofma(a.v[i])); }
+EKV_INLINE vd vd_exp(vd a) { return Sleef_cinz_expd8_u10avx512fnofma(a); }
+EKV_INLINE vd vd_erfc(vd a) { return Sleef_cinz_erfcd8_u15avx512fnofma(a); }
+EKV_INLINE vd vd_pow(vd a, vd b) { return Sleef_cinz_powd8_u10avx512fnofma(a, b); }
+#else
+#include "cpu/vec_libm.h"
+#endif
+
+#endif

@@ -1,0 +1,128 @@
+/*
+ * vec.h for Armv8.0 Advanced SIMD: a vf is eight registers, a vd four.  Half-precision conversion is part of the baseline.  Minimum and
+ * maximum are written with compare and select, since the instructions treat NaN differently from vec.h.
+ */
+#ifndef EKV_VEC_NEON_H
+#define EKV_VEC_NEON_H
+
+#if !defined(__aarch64__)
+#error "this file is for AArch64"
+#endif
+#include <arm_neon.h>
+
+typedef struct { float32x4_t v[8]; } vf;
+typedef struct { float32x4_t v[2]; } v8;
+typedef struct { float64x2_t v[4]; } vd;
+
+#define VEC_QUERIES 2 /* query rows that the score kernel keeps in registers at once: 16 sums and 8 parts of a key in 32 registers */
+
+#define VF_EACH(expression) \
+    vf r;                   \
+    for (int i = 0; i < 8; i++) r.v[i] = (expression); \
+    return r
+#define VD_EACH(expression) \
+    vd r;                   \
+    for (int i = 0; i < 4; i++) r.v[i] = (expression); \
+    return r
+
+EKV_INLINE float32x4_t f32_from_f16x4(uint16x4_t h) { return vcvt_f32_f16(vreinterpret_f16_u16(h)); }
+EKV_INLINE float32x4_t f32_from_bf16x4(uint16x4_t b) { return vreinterpretq_f32_u32(vshll_n_u16(b, 16)); }
+
+/* Four elements of which n are there; n may be <= 0 or >= 4. */
+EKV_INLINE uint16x4_t load_u16x4_n(const uint16_t *p, int n) {
+    if (n >= 4) return vld1_u16(p);
+    uint16_t lane[4] = {0};
+    for (int i = 0; i < n; i++) lane[i] = p[i];
+    return vld1_u16(lane);
+}
+EKV_INLINE float32x4_t load_f32x4_n(const float *p, int n) {
+    if (n >= 4) return vld1q_f32(p);
+    float lane[4] = {0};
+    for (int i = 0; i < n; i++) lane[i] = p[i];
+    return vld1q_f32(lane);
+}
+
+EKV_INLINE vf vf_set1(float x) { VF_EACH(vdupq_n_f32(x)); }
+EKV_INLINE vf vf_load(const float *p) { VF_EACH(vld1q_f32(p + 4 * i)); }
+EKV_INLINE vf vf_load_n(const float *p, int n) { VF_EACH(load_f32x4_n(p + 4 * i, n - 4 * i)); }
+EKV_INLINE vf vf_load_f16(const uint16_t *p) { VF_EACH(f32_from_f16x4(vld1_u16(p + 4 * i))); }
+EKV_INLINE vf vf_load_f16_n(const uint16_t *p, int n) { VF_EACH(f32_from_f16x4(load_u16x4_n(p + 4 * i, n - 4 * i))); }
+EKV_INLINE vf vf_load_bf16(const uint16_t *p) { VF_EACH(f32_from_bf16x4(vld1_u16(p + 4 * i))); }
+EKV_INLINE vf vf_load_bf16_n(const uint16_t *p, int n) { VF_EACH(f32_from_bf16x4(load_u16x4_n(p + 4 * i, n - 4 * i))); }
+EKV_INLINE void vf_store(float *p, vf a) { for (int i = 0; i < 8; i++) vst1q_f32(p + 4 * i, a.v[i]); }
+EKV_INLINE void vf_store_n(float *p, vf a, int n) {
+    float lane[32];
+    vf_store(lane, a);
+    memcpy(p, lane, (size_t)n * sizeof(float));
+}
+EKV_INLINE void vf_store_f16(uint16_t *p, vf a) {
+    for (int i = 0; i < 8; i++) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])));
+}
+EKV_INLINE void vf_store_bf16(uint16_t *p, vf a) {
+    for (int i = 0; i < 8; i++) {
+        const uint32x4_t x = vreinterpretq_u32_f32(a.v[i]);
+        const uint32x4_t odd = vandq_u32(vshrq_n_u32(x, 16), vdupq_n_u32(1));
+        const uint32x4_t rounded = vaddq_u32(x, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+        const uint32x4_t quiet = vorrq_u32(x, vdupq_n_u32(0x400000));
+        vst1_u16(p + 4 * i, vshrn_n_u32(vbslq_u32(vceqq_f32(a.v[i], a.v[i]), rounded, quiet), 16));
+    }
+}
+EKV_INLINE vf vf_from_i32(const int32_t *p, int32_t minus) {
+    VF_EACH(vcvtq_f32_s32(vsubq_s32(vld1q_s32(p + 4 * i), vdupq_n_s32(minus))));
+}
+EKV_INLINE vf vf_add(vf a, vf b) { VF_EACH(vaddq_f32(a.v[i], b.v[i])); }
+EKV_INLINE vf vf_sub(vf a, vf b) { VF_EACH(vsubq_f32(a.v[i], b.v[i])); }
+EKV_INLINE vf vf_mul(vf a, vf b) { VF_EACH(vmulq_f32(a.v[i], b.v[i])); }
+EKV_INLINE vf vf_max(vf a, vf b) { VF_EACH(vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); }
+EKV_INLINE vf vf_min(vf a, vf b) { VF_EACH(vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); }
+EKV_INLINE vf vf_abs(vf a) { VF_EACH(vabsq_f32(a.v[i])); }
+EKV_INLINE vf vf_sqrt(vf a) { VF_EACH(vsqrtq_f32(a.v[i])); }
+
+EKV_INLINE uint32_t vf_le(vf a, vf b) {
+    static const uint32_t bits[4] = {1, 2, 4, 8};
+    const uint32x4_t bit = vld1q_u32(bits);
+    uint32_t mask = 0;
+    for (int i = 0; i < 8; i++) mask |= vaddvq_u32(vandq_u32(vcleq_f32(a.v[i], b.v[i]), bit)) << (4 * i);
+    return mask;
+}
+
+EKV_INLINE v8 vf_fold(vf a) {
+    v8 r;
+    for (int i = 0; i < 2; i++) r.v[i] = vaddq_f32(vaddq_f32(a.v[i], a.v[i + 4]), vaddq_f32(a.v[i + 2], a.v[i + 6]));
+    return r;
+}
+
+EKV_INLINE void v8_sum8(const v8 a[8], float out[8]) {
+    for (int k = 0; k < 8; k++) {
+        const float32x4_t x = vaddq_f32(a[k].v[0], a[k].v[1]);                        /* j and j + 4 */
+        const float32x2_t y = vadd_f32(vget_low_f32(x), vget_high_f32(x));            /* j and j + 2 */
+        out[k] = vget_lane_f32(y, 0) + vget_lane_f32(y, 1);
+    }
+}
+
+EKV_INLINE vd vd_set1(double x) { VD_EACH(vdupq_n_f64(x)); }
+EKV_INLINE vd vd_load(const double *p) { VD_EACH(vld1q_f64(p + 2 * i)); }
+EKV_INLINE vd vd_load_f32(const float *p) { VD_EACH(vcvt_f64_f32(vld1_f32(p + 2 * i))); }
+EKV_INLINE void vd_store_f32(float *p, vd a) { for (int i = 0; i < 4; i++) vst1_f32(p + 2 * i, vcvt_f32_f64(a.v[i])); }
+EKV_INLINE vd vd_add(vd a, vd b) { VD_EACH(vaddq_f64(a.v[i], b.v[i])); }
+EKV_INLINE vd vd_sub(vd a, vd b) { VD_EACH(vsubq_f64(a.v[i], b.v[i])); }
+EKV_INLINE vd vd_mul(vd a, vd b) { VD_EACH(vmulq_f64(a.v[i], b.v[i])); }
+EKV_INLINE vd vd_div(vd a, vd b) { VD_EACH(vdivq_f64(a.v[i], b.v[i])); }
+EKV_INLINE vd vd_max(vd a, vd b) { VD_EACH(vbslq_f64(vcgtq_f64(a.v[i], b.v[i]), a.v[i], b.v[i])); }
+EKV_INLINE vd vd_min(vd a, vd b) { VD_EACH(vbslq_f64(vcltq_f64(a.v[i], b.v[i]), a.v[i], b.v[i])); }
+EKV_INLINE double vd_sum(vd a) {
+    const float64x2_t x = vaddq_f64(a.v[0], a.v[2]), y = vaddq_f64(a.v[1], a.v[3]); /* i and i + 4 */
+    const float64x2_t z = vaddq_f64(x, y);                                          /* i and i + 2 */
+    return vgetq_lane_f64(z, 0) + vgetq_lane_f64(z, 1);
+}
+
+#if EKV_WITH_SLEEF
+EKV_INLINE vf vf_exp(vf a) { VF_EACH(Sleef_cinz_expf4_u10advsimdnofma(a.v[i])); }
+EKV_INLINE vd vd_exp(vd a) { VD_EACH(Sleef_cinz_expd2_u10advsimdnofma(a.v[i])); }
+EKV_INLINE vd vd_erfc(vd a) { VD_EACH(Sleef_cinz_erfcd2_u15advsimdnofma(a.v[i])); }
+EKV_INLINE vd vd_pow(vd a, vd b) { VD_EACH(Sleef_cinz_powd2_u10advsimdnofma(a.v[i], b.v[i])); }
+#else
+#include "cpu/vec_libm.h"
+#endif
+
+#endif

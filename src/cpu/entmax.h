@@ -168,11 +168,11 @@ static double list_max(const ekv_solve_args *a) {
     return bad ? (double)NAN : (double)m;
 }
 
-/* Drops the entries with d <= limit. */
+/* Drops the entries with d <= limit < 0; never the largest, though limit may vanish beside a huge z_max. */
 static void list_drop(ekv_solve_args *a, double z_max, double limit) {
     const double threshold = z_max + limit;
     float down = (float)threshold;
-    if ((double)down > threshold) down = nextafterf(down, -INFINITY);
+    if ((double)down > threshold || (double)down >= z_max) down = nextafterf(down, -INFINITY);
     ekv_keep_args k = {a->z, a->token, 0, down, a->z, a->token, 0};
     int64_t kept = 0;
     for (int64_t i = 0; i < a->n; i += 1 << 30) { /* keep counts in int */

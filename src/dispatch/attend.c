@@ -36,6 +36,13 @@ static float round_down(double x) {
     return (double)f > x ? nextafterf(f, -INFINITY) : f;
 }
 
+/* Scores up to this float cannot be in the support when tau is at least z_max + tau.  Never z_max itself, beside which tau vanishes if
+ * it is huge. */
+static float threshold_of(float z_max, float tau) {
+    const float f = round_down((double)z_max + (double)tau - EKV_MARGIN);
+    return f < z_max ? f : nextafterf(z_max, -INFINITY);
+}
+
 static void scan_begin(const ekv_step *step, const ekv_item *item, ekv_row *row, int32_t span, scan_row *s) {
     const int64_t index = (int64_t)(row - item->row) * item->spans + span;
     s->row = row;
@@ -55,7 +62,7 @@ static void raise_threshold(const ekv_step *step, scan_row *s) {
     ekv_tau_lower_args lower = {s->list_z, s->part->count, s->part->z_max, s->row->power, 4, s->tau};
     step->kernels->tau_lower(&lower);
     s->tau = lower.tau;
-    s->threshold = round_down((double)s->part->z_max + (double)s->tau - EKV_MARGIN);
+    s->threshold = threshold_of(s->part->z_max, s->tau);
     ekv_keep_args keep = {s->list_z, s->list_token, s->part->count, s->threshold, s->list_z, s->list_token, 0};
     step->kernels->keep(&keep);
     s->part->count = keep.count;
@@ -72,7 +79,7 @@ static void scan_entmax(const ekv_step *step, scan_row *s, const tile *t, int n,
         const double tau = (double)s->part->z_max + (double)s->tau - (double)z_max;
         s->tau = tau > -1.0 ? round_down(tau) : -1.0f;
         s->part->z_max = z_max;
-        s->threshold = round_down((double)z_max + (double)s->tau - EKV_MARGIN);
+        s->threshold = threshold_of(z_max, s->tau);
     }
     if (s->part->count >= s->resolve_at) raise_threshold(step, s);
 }
@@ -190,7 +197,7 @@ static void merge_lists(const ekv_step *step, const ekv_item *item, ekv_row *row
     const ekv_part *part = &item->part[(int64_t)(row - item->row) * item->spans];
     float z_max = -INFINITY;
     for (int32_t s = 0; s < item->spans; s++) z_max = part[s].z_max > z_max ? part[s].z_max : z_max;
-    const float threshold = z_max > -INFINITY ? round_down((double)z_max - 1.0 - EKV_MARGIN) : -INFINITY;
+    const float threshold = z_max > -INFINITY ? threshold_of(z_max, -1.0f) : -INFINITY;
     int64_t count = 0;
     for (int32_t s = 0; s < item->spans; s++) {
         const size_t from = (size_t)s * EKV_SPAN;

@@ -115,6 +115,15 @@ int32_t ekv_default_threads(void);
 double ekv_cpu_quota(const char *root);
 /* Logical CPUs in this process's affinity mask. */
 int ekv_allowed_cpus(void);
+/* For conformance: bytes of a page of memory, and memory of `span` bytes, a multiple of it, between inaccessible pages; NULL if there
+ * is none. */
+size_t ekv_memory_page(void);
+unsigned char *ekv_guarded_allocate(size_t span);
+void ekv_guarded_release(unsigned char *base, size_t span); /* NULL is allowed */
+/* Between begin and end, ekv_catch_fault() runs a call and returns NULL, or what ended it ("memory fault") and at which address. */
+void ekv_faults_begin(void);
+void ekv_faults_end(void);
+const char *ekv_catch_fault(void (*call)(void *arg), void *arg, const void **address);
 
 /* ---- index.c ---- */
 

@@ -1,6 +1,6 @@
 /*
- * Everything that depends on the operating system: the affinity mask and the container's CPU quota.  Other systems get plain
- * fallbacks here, and nowhere else.
+ * Everything that depends on the operating system: the affinity mask, the container's CPU quota, and for conformance memory between
+ * inaccessible pages and the catching of faults.  Other systems get plain fallbacks here, and nowhere else.
  *
  * SPDX-License-Identifier: Apache-2.0
  */
@@ -15,8 +15,12 @@
 
 #if defined(__linux__)
 #include <sched.h>
-#include <unistd.h>
-#elif defined(__unix__) || defined(__APPLE__)
+#endif
+#if defined(__unix__) || defined(__APPLE__)
+#define EKV_POSIX 1
+#include <setjmp.h>
+#include <signal.h>
+#include <sys/mman.h>
 #include <unistd.h>
 #endif
 
@@ -68,3 +72,96 @@ double ekv_cpu_quota(const char *root) {
     }
     return 0.0;
 }
+
+/* ---- conformance: guarded memory and faults ---- */
+
+#if EKV_POSIX
+size_t ekv_memory_page(void) {
+    const long page = sysconf(_SC_PAGESIZE);
+    return page > 0 ? (size_t)page : 4096;
+}
+
+unsigned char *ekv_guarded_allocate(size_t span) {
+    const size_t page = ekv_memory_page();
+    unsigned char *memory = mmap(NULL, span + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) return NULL;
+    if (mprotect(memory + page, span, PROT_READ | PROT_WRITE) != 0) {
+        munmap(memory, span + 2 * page);
+        return NULL;
+    }
+    return memory + page;
+}
+
+void ekv_guarded_release(unsigned char *base, size_t span) {
+    const size_t page = ekv_memory_page();
+    if (base) munmap(base - page, span + 2 * page);
+}
+
+#define FAULTS 4
+static const int fault_signals[FAULTS] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE};
+static struct sigaction fault_previous[FAULTS];
+
+/* The place to return to, for the thread that runs a case; NULL in all others. */
+typedef struct fault_frame {
+    sigjmp_buf place;
+    volatile int signal;
+    void *volatile address;
+} fault_frame;
+static _Thread_local fault_frame *volatile fault_current;
+
+static void on_fault(int number, siginfo_t *info, void *machine) {
+    fault_frame *frame = fault_current;
+    (void)machine;
+    if (frame) {
+        frame->signal = number;
+        frame->address = info->si_addr;
+        siglongjmp(frame->place, 1);
+    }
+    /* Not ours: with the former handler back in its place the instruction faults again. */
+    for (int i = 0; i < FAULTS; i++)
+        if (fault_signals[i] == number) sigaction(number, &fault_previous[i], NULL);
+}
+
+void ekv_faults_begin(void) {
+    struct sigaction action;
+    memset(&action, 0, sizeof action);
+    action.sa_sigaction = on_fault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigemptyset(&action.sa_mask);
+    for (int i = 0; i < FAULTS; i++) sigaction(fault_signals[i], &action, &fault_previous[i]);
+}
+
+void ekv_faults_end(void) {
+    for (int i = 0; i < FAULTS; i++) sigaction(fault_signals[i], &fault_previous[i], NULL);
+}
+
+const char *ekv_catch_fault(void (*call)(void *arg), void *arg, const void **address) {
+    fault_frame frame;
+    frame.signal = 0;
+    frame.address = NULL;
+    if (sigsetjmp(frame.place, 1) == 0) {
+        fault_current = &frame;
+        call(arg);
+    }
+    fault_current = NULL;
+    *address = frame.address;
+    return frame.signal == 0        ? NULL
+           : frame.signal == SIGILL ? "illegal instruction"
+           : frame.signal == SIGFPE ? "arithmetic fault"
+                                    : "memory fault";
+}
+#else
+size_t ekv_memory_page(void) { return 4096; }
+unsigned char *ekv_guarded_allocate(size_t span) { return malloc(span); }
+void ekv_guarded_release(unsigned char *base, size_t span) {
+    (void)span;
+    free(base);
+}
+void ekv_faults_begin(void) {}
+void ekv_faults_end(void) {}
+const char *ekv_catch_fault(void (*call)(void *arg), void *arg, const void **address) {
+    *address = NULL;
+    call(arg);
+    return NULL;
+}
+#endif

@@ -34,8 +34,8 @@ typedef struct ekv_room {
     const char *name;
     unsigned char *base, *data;
     size_t span, bytes;
-    bool used, input;
-    uint64_t hash; /* of an input's bytes, when they were complete */
+    bool used, input, sealed;
+    uint64_t hash; /* of an input's bytes, when they were complete and it was sealed */
 } ekv_room;
 
 typedef struct ekv_check {

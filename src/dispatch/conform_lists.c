@@ -265,7 +265,8 @@ static void check_entmax(ekv_check *c) {
     double tau = 0.0, size = 0.0, sum = 0.0;
     int64_t support = -1;
     solution s;
-    if (c->failed) return;
+    c->unsupported = c->table && !(c->table->solve && c->table->softmax);
+    if (c->failed || c->unsupported) return;
     fill_scores(c, scores, n, content);
     for (int i = 0; i < n; i++) {
         z[i] = (float)(factor * (double)scores[i]);

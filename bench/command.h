@@ -14,10 +14,10 @@
 
 /* X(name, what it does) defines the function command_<name>(argc, argv), argv[0] being the subcommand's name.  It returns the
  * program's exit status. */
-#define EKV_COMMANDS(X)                                                                         \
-    X(info, "shows version, build options, CPU, backends, threads, caches, NUMA nodes, GPUs")   \
-    X(conform, "compares kernels and policies with plain double-precision code")                \
-    X(reference, "computes attention in double precision from a safetensors file")
+#define EKV_COMMANDS(X)                                                                                                        \
+  X(info, "shows version, build options, CPU, backends, threads, caches, NUMA nodes, GPUs")                                    \
+  X(conform, "compares kernels and policies with plain double-precision code")                                                 \
+  X(reference, "computes attention in double precision from a safetensors file")
 
 #define EKV_DECLARE(name, text) int command_##name(int argc, char **argv);
 EKV_COMMANDS(EKV_DECLARE)

@@ -16,29 +16,28 @@
 #include <string.h>
 #include <time.h>
 
-static const char help[] =
-    "Usage: entmaxkv conform [OPTION]...\n"
-    "Compares every kernel and every policy of every backend that this machine can run\n"
-    "with plain double-precision code: results, memory outside of buffers, NaN in\n"
-    "unused slots, misaligned pointers, ties, huge and infinite scores.\n"
-    "\n"
-    "  --backend NAME   only this backend (entmaxkv info lists them)\n"
-    "  --kernel NAME    only this kernel, \"entmax\", or policy (\"policy-topk\")\n"
-    "  --case CASE      only the case of that number, or the cases whose description\n"
-    "                   contains this text\n"
-    "  --seed S         of the numbers in the cases  [1]\n"
-    "  --require NAME   fail if this backend cannot run here; may be repeated\n"
-    "  --thorough       the whole grid of cases; the default is a sample of it that\n"
-    "                   holds every value of every parameter\n"
-    "  --list           print the cases and run nothing\n"
-    "  --verbose        print each case, not only failures and totals\n"
-    "  --json           one JSON object a line: a case each, then the summary\n"
-    "  --help           this text\n"
-    "\n"
-    "A case passes, fails, or is unsupported (nothing was called).  After a failure\n"
-    "stand the first element that differs and the arguments that run this case alone.\n"
-    "Exit status: 0 nothing failed, 1 a failure or a required backend that is missing,\n"
-    "2 wrong command line.\n";
+static const char help[] = "Usage: entmaxkv conform [OPTION]...\n"
+                           "Compares every kernel and every policy of every backend that this machine can run\n"
+                           "with plain double-precision code: results, memory outside of buffers, NaN in\n"
+                           "unused slots, misaligned pointers, ties, huge and infinite scores.\n"
+                           "\n"
+                           "  --backend NAME   only this backend (entmaxkv info lists them)\n"
+                           "  --kernel NAME    only this kernel, \"entmax\", or policy (\"policy-topk\")\n"
+                           "  --case CASE      only the case of that number, or the cases whose description\n"
+                           "                   contains this text\n"
+                           "  --seed S         of the numbers in the cases  [1]\n"
+                           "  --require NAME   fail if this backend cannot run here; may be repeated\n"
+                           "  --thorough       the whole grid of cases; the default is a sample of it that\n"
+                           "                   holds every value of every parameter\n"
+                           "  --list           print the cases and run nothing\n"
+                           "  --verbose        print each case, not only failures and totals\n"
+                           "  --json           one JSON object a line: a case each, then the summary\n"
+                           "  --help           this text\n"
+                           "\n"
+                           "A case passes, fails, or is unsupported (nothing was called).  After a failure\n"
+                           "stand the first element that differs and the arguments that run this case alone.\n"
+                           "Exit status: 0 nothing failed, 1 a failure or a required backend that is missing,\n"
+                           "2 wrong command line.\n";
 
 enum { MAX_REQUIRED = 8, MAX_TOTALS = 256, SHOWN_FAILURES = 20 };
 
@@ -101,8 +100,8 @@ static void print_result_json(const run *r, const ekv_conform_result *result) {
 static void print_failure(const ekv_conform_result *result) {
     printf("FAIL %s %s, case %" PRId64 ": %s\n", result->backend, result->kernel, result->number, result->text);
     if (result->index >= 0)
-        printf("     %s [%" PRId64 "]: %.9g, expected %.9g; error %.3g, allowed %.3g\n", result->what, result->index, result->got,
-               result->expected, result->error, result->tolerance);
+        printf("     %s [%" PRId64 "]: %.9g, expected %.9g; error %.3g, allowed %.3g\n", result->what, result->index,
+               result->got, result->expected, result->error, result->tolerance);
     else
         printf("     %s\n", result->what);
     printf("     replay: entmaxkv %s\n", result->replay);
@@ -118,7 +117,8 @@ static void on_result(void *user, const ekv_conform_result *result) {
                r->options.list ? "" : ": ", r->options.list ? "" : status_names[result->status]);
     } else if (result->status == EKV_CONFORM_FAIL) {
         if (r->failures++ < SHOWN_FAILURES || r->verbose) print_failure(result);
-        if (r->failures == SHOWN_FAILURES + 1 && !r->verbose) printf("further failures are only counted (--verbose shows them)\n");
+        if (r->failures == SHOWN_FAILURES + 1 && !r->verbose)
+            printf("further failures are only counted (--verbose shows them)\n");
         fflush(stdout);
     }
 }
@@ -164,26 +164,37 @@ static void print_summary(const run *r, const ekv_conform_summary *s, double sec
     printf("%-10s %-16s %8s %8s %12s\n", "backend", "kernel", "pass", "fail", "unsupported");
     for (int i = 0; i < r->total_count; i++) {
         const total *t = &r->totals[i];
-        printf("%-10s %-16s %8" PRId64 " %8" PRId64 " %12" PRId64 "\n", t->backend, t->kernel, t->count[0], t->count[1], t->count[2]);
+        printf("%-10s %-16s %8" PRId64 " %8" PRId64 " %12" PRId64 "\n", t->backend, t->kernel, t->count[0], t->count[1],
+               t->count[2]);
     }
-    printf("%" PRId64 " passed, %" PRId64 " failed, %" PRId64 " unsupported; seed %" PRIu64 "; largest error/tolerance %.2f; %.1f s\n",
+    printf("%" PRId64 " passed, %" PRId64 " failed, %" PRId64 " unsupported; seed %" PRIu64
+           "; largest error/tolerance %.2f; %.1f s\n",
            s->passed, s->failed, s->unsupported, r->options.seed, s->worst, seconds);
 }
 
 /* Exit status, or -1 to go on. */
 static int parse(int argc, char **argv, run *r) {
     enum { BACKEND, KERNEL, CASE, SEED, REQUIRE, THOROUGH, LIST, VERBOSE, JSON, HELP };
-    static const struct option options[] = {{"backend", required_argument, NULL, BACKEND}, {"kernel", required_argument, NULL, KERNEL},
-                                            {"case", required_argument, NULL, CASE},       {"seed", required_argument, NULL, SEED},
-                                            {"require", required_argument, NULL, REQUIRE}, {"thorough", no_argument, NULL, THOROUGH},
-                                            {"list", no_argument, NULL, LIST},             {"verbose", no_argument, NULL, VERBOSE},
-                                            {"json", no_argument, NULL, JSON},             {"help", no_argument, NULL, HELP},
+    static const struct option options[] = {{"backend", required_argument, NULL, BACKEND},
+                                            {"kernel", required_argument, NULL, KERNEL},
+                                            {"case", required_argument, NULL, CASE},
+                                            {"seed", required_argument, NULL, SEED},
+                                            {"require", required_argument, NULL, REQUIRE},
+                                            {"thorough", no_argument, NULL, THOROUGH},
+                                            {"list", no_argument, NULL, LIST},
+                                            {"verbose", no_argument, NULL, VERBOSE},
+                                            {"json", no_argument, NULL, JSON},
+                                            {"help", no_argument, NULL, HELP},
                                             {NULL, 0, NULL, 0}};
     int64_t seed;
     for (int option; (option = getopt_long(argc, argv, "", options, NULL)) != -1;) {
         switch (option) {
-        case BACKEND: r->options.backend = optarg; break;
-        case KERNEL: r->options.kernel = optarg; break;
+        case BACKEND:
+            r->options.backend = optarg;
+            break;
+        case KERNEL:
+            r->options.kernel = optarg;
+            break;
         case CASE:
             if (!isdigit((unsigned char)optarg[0]))
                 r->options.text = optarg;
@@ -201,12 +212,23 @@ static int parse(int argc, char **argv, run *r) {
             }
             r->required[r->required_count++] = optarg;
             break;
-        case THOROUGH: r->options.thorough = 1; break;
-        case LIST: r->options.list = 1; break;
-        case VERBOSE: r->verbose = true; break;
-        case JSON: r->json = true; break;
-        case HELP: fputs(help, stdout); return EXIT_PASSED;
-        default: return EXIT_USAGE;
+        case THOROUGH:
+            r->options.thorough = 1;
+            break;
+        case LIST:
+            r->options.list = 1;
+            break;
+        case VERBOSE:
+            r->verbose = true;
+            break;
+        case JSON:
+            r->json = true;
+            break;
+        case HELP:
+            fputs(help, stdout);
+            return EXIT_PASSED;
+        default:
+            return EXIT_USAGE;
         }
     }
     if (optind == argc) return -1;

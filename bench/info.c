@@ -14,10 +14,10 @@
 #include <string.h>
 
 #if EKV_WITH_HWLOC
-#include <hwloc.h>
+#  include <hwloc.h>
 #endif
 #if defined(__aarch64__) && defined(__linux__)
-#include <sys/auxv.h>
+#  include <sys/auxv.h>
 #endif
 
 static const char help[] = "Usage: entmaxkv info [--json]\n"
@@ -52,13 +52,13 @@ static void add_feature(cJSON *features, const char *name, bool present) {
     if (present) cJSON_AddItemToArray(features, cJSON_CreateString(name));
 }
 
-/* The instruction sets that backends are made of, as the processor has them (whether the operating system saves their registers is
- * the backends' to say). */
+/* The instruction sets that backends are made of, as the processor has them (whether the operating system saves their registers
+ * is the backends' to say). */
 static cJSON *cpu_features(void) {
     cJSON *features = cJSON_CreateArray();
 #if defined(__x86_64__) && defined(__GNUC__)
     __builtin_cpu_init();
-#define X86_FEATURE(name) add_feature(features, name, __builtin_cpu_supports(name))
+#  define X86_FEATURE(name) add_feature(features, name, __builtin_cpu_supports(name))
     X86_FEATURE("sse4.2");
     X86_FEATURE("avx");
     X86_FEATURE("avx2");
@@ -67,22 +67,22 @@ static cJSON *cpu_features(void) {
     X86_FEATURE("avx512bw");
     X86_FEATURE("avx512dq");
     X86_FEATURE("avx512vl");
-#if !defined(__clang__)
+#  if !defined(__clang__)
     X86_FEATURE("avx512vnni");
     X86_FEATURE("avx512bf16");
-#endif
-#undef X86_FEATURE
+#  endif
+#  undef X86_FEATURE
 #elif defined(__aarch64__)
     add_feature(features, "neon", true);
-#if defined(__linux__)
+#  if defined(__linux__)
     const unsigned long caps = getauxval(AT_HWCAP), caps2 = getauxval(AT_HWCAP2);
-    add_feature(features, "fphp", caps >> 9 & 1);      /* bits of the kernel's interface, asm/hwcap.h */
+    add_feature(features, "fphp", caps >> 9 & 1); /* bits of the kernel's interface, asm/hwcap.h */
     add_feature(features, "asimdhp", caps >> 10 & 1);
     add_feature(features, "asimddp", caps >> 20 & 1);
     add_feature(features, "sve", caps >> 22 & 1);
     add_feature(features, "sve2", caps2 >> 1 & 1);
     add_feature(features, "bf16", caps2 >> 14 & 1);
-#endif
+#  endif
 #endif
     return features;
 }
@@ -245,7 +245,8 @@ static void print_text(const cJSON *json) {
 }
 
 int command_info(int argc, char **argv) {
-    static const struct option options[] = {{"json", no_argument, NULL, 'j'}, {"help", no_argument, NULL, 'h'}, {NULL, 0, NULL, 0}};
+    static const struct option options[] = {
+        {"json", no_argument, NULL, 'j'}, {"help", no_argument, NULL, 'h'}, {NULL, 0, NULL, 0}};
     char message[512];
     bool as_json = false;
     for (int option; (option = getopt_long(argc, argv, "", options, NULL)) != -1;) {

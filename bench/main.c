@@ -29,7 +29,8 @@ bool command_number(const char *option, const char *text, int64_t least, int64_t
     errno = 0;
     const intmax_t number = strtoimax(text, &end, 10);
     if (end == text || *end != '\0' || errno == ERANGE || number < least || number > most) {
-        fprintf(stderr, "entmaxkv: --%s %s: expected a whole number from %" PRId64 " to %" PRId64 "\n", option, text, least, most);
+        fprintf(stderr, "entmaxkv: --%s %s: expected a whole number from %" PRId64 " to %" PRId64 "\n", option, text, least,
+                most);
         return false;
     }
     *value = (int64_t)number;

@@ -1,1 +1,6 @@
-int command_reference(int argc, char **argv); int command_reference(int argc, char **argv){(void)argc;(void)argv;return 0;}
+int command_reference(int argc, char **argv);
+int command_reference(int argc, char **argv) {
+    (void)argc;
+    (void)argv;
+    return 0;
+}

@@ -12,7 +12,8 @@ install(
     ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}"
     LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}"
     RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
-install(FILES "${PROJECT_SOURCE_DIR}/include/entmaxkv/entmaxkv.h" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/entmaxkv")
+install(FILES "${PROJECT_SOURCE_DIR}/include/entmaxkv/entmaxkv.h" "${PROJECT_SOURCE_DIR}/include/entmaxkv/kernels.h"
+        DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/entmaxkv")
 install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION "${CMAKE_INSTALL_DOCDIR}")
 install(EXPORT entmaxkv-targets NAMESPACE entmaxkv:: DESTINATION "${ekv_package_dir}")
 

@@ -1,6 +1,7 @@
 /*
- * ekv_conform: every backend passes; kernels with one deliberate mistake are caught and named, with a case that shows the mistake
- * again; a table with gaps is unsupported there and fine elsewhere; the default sample holds every value of every parameter.
+ * ekv_conform: every backend passes; kernels with one deliberate mistake are caught and named, with a case that shows the
+ * mistake again; a table with gaps is unsupported there and fine elsewhere; the default sample holds every value of every
+ * parameter.
  *
  * SPDX-License-Identifier: Apache-2.0
  */
@@ -67,8 +68,8 @@ START_TEST(backends_pass) {
     printf("conform: %lld passed, %lld failed, %lld unsupported\n", (long long)o.summary.passed, (long long)o.summary.failed,
            (long long)o.summary.unsupported);
     EXPECT(o.summary.failed == 0 && o.summary.unsupported == 0 && o.summary.passed > 1000,
-           "%lld failures, the first in %s: %s (%s); replay: entmaxkv %s", (long long)o.summary.failed, o.kernel, o.what, o.text,
-           o.replay);
+           "%lld failures, the first in %s: %s (%s); replay: entmaxkv %s", (long long)o.summary.failed, o.kernel, o.what,
+           o.text, o.replay);
 }
 END_TEST
 
@@ -79,39 +80,39 @@ static ekv_kernels good, bad;
 static float perturb(float x, float relative) { return x == 0.0f ? relative : x + x * relative; }
 
 /* A wrapper of one kernel for all three types; `after` changes what the right kernel left in `a`. */
-#define TYPED_MISTAKE(label, kernel, after)                                                            \
-    static void label##_as(ekv_dtype dtype, ekv_##kernel##_args *a) {                                  \
-        good.kernel[dtype](a);                                                                         \
-        (void)dtype;                                                                                   \
-        after;                                                                                         \
-    }                                                                                                  \
-    static void label##_f32(ekv_##kernel##_args *a) { label##_as(EKV_F32, a); }                        \
-    static void label##_f16(ekv_##kernel##_args *a) { label##_as(EKV_F16, a); }                        \
-    static void label##_bf16(ekv_##kernel##_args *a) { label##_as(EKV_BF16, a); }                      \
-    static void label(void) {                                                                          \
-        bad.kernel[EKV_F32] = label##_f32;                                                             \
-        bad.kernel[EKV_F16] = label##_f16;                                                             \
-        bad.kernel[EKV_BF16] = label##_bf16;                                                           \
-    }
+#define TYPED_MISTAKE(label, kernel, after)                                                                                    \
+  static void label##_as(ekv_dtype dtype, ekv_##kernel##_args *a) {                                                            \
+    good.kernel[dtype](a);                                                                                                     \
+    (void)dtype;                                                                                                               \
+    after;                                                                                                                     \
+  }                                                                                                                            \
+  static void label##_f32(ekv_##kernel##_args *a) { label##_as(EKV_F32, a); }                                                  \
+  static void label##_f16(ekv_##kernel##_args *a) { label##_as(EKV_F16, a); }                                                  \
+  static void label##_bf16(ekv_##kernel##_args *a) { label##_as(EKV_BF16, a); }                                                \
+  static void label(void) {                                                                                                    \
+    bad.kernel[EKV_F32] = label##_f32;                                                                                         \
+    bad.kernel[EKV_F16] = label##_f16;                                                                                         \
+    bad.kernel[EKV_BF16] = label##_bf16;                                                                                       \
+  }
 
 /* Likewise, where `instead` does all of the work. */
-#define TYPED_REPLACEMENT(label, kernel, instead)                                                      \
-    static void label##_as(ekv_dtype dtype, ekv_##kernel##_args *a) { instead; }                       \
-    static void label##_f32(ekv_##kernel##_args *a) { label##_as(EKV_F32, a); }                        \
-    static void label##_f16(ekv_##kernel##_args *a) { label##_as(EKV_F16, a); }                        \
-    static void label##_bf16(ekv_##kernel##_args *a) { label##_as(EKV_BF16, a); }                      \
-    static void label(void) {                                                                          \
-        bad.kernel[EKV_F32] = label##_f32;                                                             \
-        bad.kernel[EKV_F16] = label##_f16;                                                             \
-        bad.kernel[EKV_BF16] = label##_bf16;                                                           \
-    }
+#define TYPED_REPLACEMENT(label, kernel, instead)                                                                              \
+  static void label##_as(ekv_dtype dtype, ekv_##kernel##_args *a) { instead; }                                                 \
+  static void label##_f32(ekv_##kernel##_args *a) { label##_as(EKV_F32, a); }                                                  \
+  static void label##_f16(ekv_##kernel##_args *a) { label##_as(EKV_F16, a); }                                                  \
+  static void label##_bf16(ekv_##kernel##_args *a) { label##_as(EKV_BF16, a); }                                                \
+  static void label(void) {                                                                                                    \
+    bad.kernel[EKV_F32] = label##_f32;                                                                                         \
+    bad.kernel[EKV_F16] = label##_f16;                                                                                         \
+    bad.kernel[EKV_BF16] = label##_bf16;                                                                                       \
+  }
 
-#define PLAIN_MISTAKE(label, kernel, after)                  \
-    static void label##_run(ekv_##kernel##_args *a) {        \
-        good.kernel(a);                                      \
-        after;                                               \
-    }                                                        \
-    static void label(void) { bad.kernel = label##_run; }
+#define PLAIN_MISTAKE(label, kernel, after)                                                                                    \
+  static void label##_run(ekv_##kernel##_args *a) {                                                                            \
+    good.kernel(a);                                                                                                            \
+    after;                                                                                                                     \
+  }                                                                                                                            \
+  static void label(void) { bad.kernel = label##_run; }
 
 static void flip_last_bit(ekv_dtype dtype, void *row, int64_t i) {
     const size_t size = dtype_size(dtype);
@@ -124,7 +125,8 @@ TYPED_MISTAKE(load_row_last, load_row, a->out[a->dim - 1] = nextafterf(a->out[a-
 TYPED_MISTAKE(load_row_padding, load_row, if (a->dim % 32) a->out[a->dim] = -0x1p-140f)
 TYPED_MISTAKE(store_row_last, store_row, flip_last_bit(dtype, a->row, a->dim - 1))
 TYPED_MISTAKE(score_lane, score,
-              a->z[(size_t)(a->rows - 1) * EKV_TILE + a->n - 1] = perturb(a->z[(size_t)(a->rows - 1) * EKV_TILE + a->n - 1], 0x1p-17f))
+              a->z[(size_t)(a->rows - 1) * EKV_TILE + a->n - 1] = perturb(a->z[(size_t)(a->rows - 1) * EKV_TILE + a->n - 1],
+                                                                          0x1p-17f))
 TYPED_MISTAKE(accumulate_last, accumulate, a->sum[a->dim - 1] = perturb(a->sum[a->dim - 1], 0x1p-17f))
 TYPED_MISTAKE(box_last, box, flip_last_bit(dtype, a->box, a->dim - 1))
 TYPED_MISTAKE(moments_deviation, moments, flip_last_bit(ekv_moments_dtype(dtype), a->moments, 2 * a->dim - 1);
@@ -273,17 +275,19 @@ START_TEST(gaps_are_unsupported) {
     load_good();
     bad.keep = NULL;
     bad.score[EKV_BF16] = NULL;
-    const outcome keep = run_table(&bad, "keep", -1), score = run_table(&bad, "score", -1), full = run_table(&bad, "policy-full", -1);
-    EXPECT(keep.summary.unsupported > 0 && keep.summary.passed == 0 && keep.failures == 0, "keep: %lld unsupported, %lld passed",
-           (long long)keep.summary.unsupported, (long long)keep.summary.passed);
+    const outcome keep = run_table(&bad, "keep", -1), score = run_table(&bad, "score", -1),
+                  full = run_table(&bad, "policy-full", -1);
+    EXPECT(keep.summary.unsupported > 0 && keep.summary.passed == 0 && keep.failures == 0,
+           "keep: %lld unsupported, %lld passed", (long long)keep.summary.unsupported, (long long)keep.summary.passed);
     EXPECT(score.summary.unsupported > 0 && score.summary.passed > score.summary.unsupported && score.failures == 0,
            "score: %lld unsupported, %lld passed", (long long)score.summary.unsupported, (long long)score.summary.passed);
     EXPECT(full.summary.unsupported > 0 && full.summary.passed == 0 && full.failures == 0, "policy-full: %lld unsupported",
            (long long)full.summary.unsupported);
     static const ekv_kernels empty = {.name = "empty"};
     const outcome none = run_table(&empty, NULL, -1);
-    EXPECT(none.summary.passed == 0 && none.failures == 0, "without a kernel %lld cases passed, %lld failed, the first in %s: %s",
-           (long long)none.summary.passed, (long long)none.failures, none.kernel, none.what);
+    EXPECT(none.summary.passed == 0 && none.failures == 0,
+           "without a kernel %lld cases passed, %lld failed, the first in %s: %s", (long long)none.summary.passed,
+           (long long)none.failures, none.kernel, none.what);
 }
 END_TEST
 
@@ -367,7 +371,8 @@ static void free_values(values *v) {
 
 START_TEST(sample_holds_every_value) {
 #define NAME(kernel, description) #kernel,
-    static const char *const kernels[] = {EKV_TYPED_KERNELS(NAME) EKV_PLAIN_KERNELS(NAME) "entmax", "policy-full", "policy-gaussian"};
+    static const char *const kernels[] = {EKV_TYPED_KERNELS(NAME) EKV_PLAIN_KERNELS(NAME) "entmax", "policy-full",
+                                          "policy-gaussian"};
 #undef NAME
     for (size_t i = 0; i < sizeof kernels / sizeof kernels[0]; i++) {
         values *sample = list_cases(kernels[i], 0), *all = list_cases(kernels[i], 1);
@@ -382,8 +387,9 @@ START_TEST(sample_holds_every_value) {
 END_TEST
 
 int main(void) {
-    const test_entry tests[] = {TEST_ENTRY(backends_pass),        TEST_ENTRY(mistakes_are_caught),  TEST_ENTRY(the_kernel_is_named),
-                                TEST_ENTRY(gaps_are_unsupported), TEST_ENTRY(options_are_checked),  TEST_ENTRY(handlers_are_restored),
+    const test_entry tests[] = {TEST_ENTRY(backends_pass),           TEST_ENTRY(mistakes_are_caught),
+                                TEST_ENTRY(the_kernel_is_named),     TEST_ENTRY(gaps_are_unsupported),
+                                TEST_ENTRY(options_are_checked),     TEST_ENTRY(handlers_are_restored),
                                 TEST_ENTRY(sample_holds_every_value)};
     return HARNESS_MAIN("test_conform", tests);
 }

@@ -1,8 +1,8 @@
 /*
  * ekv_conform(): which cases there are, and running them.
  *
- * The kernels come from the list in entmaxkv/kernels.h and the policies from ekv_policy_name(), so that a new one without a family of
- * cases shows as a failure.
+ * The kernels come from the list in entmaxkv/kernels.h and the policies from ekv_policy_name(), so that a new one without a
+ * family of cases shows as a failure.
  *
  * SPDX-License-Identifier: Apache-2.0
  */
@@ -21,7 +21,7 @@ static bool subject(int i, char *name, size_t size) {
 #define EKV_SUBJECT(kernel, description) #kernel,
         EKV_TYPED_KERNELS(EKV_SUBJECT) EKV_PLAIN_KERNELS(EKV_SUBJECT)
 #undef EKV_SUBJECT
-        "entmax"};
+            "entmax"};
     const int n = (int)(sizeof fixed / sizeof fixed[0]);
     if (i < n) {
         snprintf(name, size, "%s", fixed[i]);
@@ -94,8 +94,9 @@ static void set_case(ekv_check *c, const ekv_family *f, int64_t number, uint64_t
         c->value[a] = axis->names ? digit : axis->values[digit];
         if (strcmp(axis->name, "memory") == 0) c->placement = digit;
         const size_t room = sizeof c->text - used;
-        const int written = axis->names ? snprintf(c->text + used, room, "%s%s %s", a ? ", " : "", axis->name, axis->names[digit])
-                                        : snprintf(c->text + used, room, "%s%s %d", a ? ", " : "", axis->name, axis->values[digit]);
+        const int written = axis->names
+                                ? snprintf(c->text + used, room, "%s%s %s", a ? ", " : "", axis->name, axis->names[digit])
+                                : snprintf(c->text + used, room, "%s%s %d", a ? ", " : "", axis->name, axis->values[digit]);
         used += written > 0 && (size_t)written < room ? (size_t)written : room - 1;
     }
 }
@@ -119,10 +120,11 @@ static void describe_fault(ekv_check *c, const char *fault, const void *address)
         const uintptr_t base = (uintptr_t)room->base, data = (uintptr_t)room->data, end = data + room->bytes;
         if (!room->used || at < base - page || at >= base + room->span + page) continue;
         if (at >= end)
-            snprintf(c->what, sizeof c->what, "%s: access %zu bytes past the end of the buffer \"%s\"", fault, (size_t)(at - end),
-                     room->name);
+            snprintf(c->what, sizeof c->what, "%s: access %zu bytes past the end of the buffer \"%s\"", fault,
+                     (size_t)(at - end), room->name);
         else
-            snprintf(c->what, sizeof c->what, "%s: access %zu bytes before the buffer \"%s\"", fault, (size_t)(data - at), room->name);
+            snprintf(c->what, sizeof c->what, "%s: access %zu bytes before the buffer \"%s\"", fault, (size_t)(data - at),
+                     room->name);
     }
 }
 
@@ -133,7 +135,8 @@ static void run_case(void *arg, int64_t i) {
     const char *fault = ekv_catch_fault(run_family, c, &address);
     if (fault) {
         describe_fault(c, fault, address);
-        for (int slot = 0; slot < c->context->threads; slot++) ekv_release_slot(c->context, slot); /* what the case still held */
+        for (int slot = 0; slot < c->context->threads; slot++)
+            ekv_release_slot(c->context, slot); /* what the case still held */
     }
     ekv_rooms_check(c);
 }
@@ -160,9 +163,19 @@ static void report(run *r, const char *kernel, ekv_conform_status status) {
     snprintf(replay, sizeof replay, "conform %s--kernel %s --case %lld --seed %llu", backend, kernel, (long long)c->number,
              (unsigned long long)r->options->seed);
     const bool failed = status == EKV_CONFORM_FAIL;
-    const ekv_conform_result result = {sizeof result, r->backend, kernel, c->number, c->text, status, failed ? c->what : "",
-                                       failed ? c->index : -1, failed ? c->got : 0.0, failed ? c->expected : 0.0,
-                                       failed ? c->error : 0.0, failed ? c->tolerance : 0.0, replay};
+    const ekv_conform_result result = {sizeof result,
+                                       r->backend,
+                                       kernel,
+                                       c->number,
+                                       c->text,
+                                       status,
+                                       failed ? c->what : "",
+                                       failed ? c->index : -1,
+                                       failed ? c->got : 0.0,
+                                       failed ? c->expected : 0.0,
+                                       failed ? c->error : 0.0,
+                                       failed ? c->tolerance : 0.0,
+                                       replay};
     r->options->result(r->options->user, &result);
 }
 
@@ -197,8 +210,7 @@ static void run_subject(run *r, const char *name) {
     /* On the reference a whole step is compared with single rows of itself: a few cases show that, slowly. */
     const int64_t sample = r->check->table || strcmp(name, "entmax") == 0 ? f->sample : f->sample / 16;
     const int64_t count = r->options->thorough ? size : ekv_min64(size, sample);
-    for (int64_t i = 0, number = 0; i < count; i++, number = (number + step) % size)
-        run_one(r, f, count == size ? i : number);
+    for (int64_t i = 0, number = 0; i < count; i++, number = (number + step) % size) run_one(r, f, count == size ? i : number);
 }
 
 /* One backend or table. */
@@ -233,7 +245,8 @@ static ekv_status run_backends(run *r) {
 
 /* ---- the call ---- */
 
-static ekv_status wrong(ekv_status status, char *message, size_t size, const char *format, const char *value, const char *known) {
+static ekv_status wrong(ekv_status status, char *message, size_t size, const char *format, const char *value,
+                        const char *known) {
     if (message && size) snprintf(message, size, format, value, known);
     return status;
 }
@@ -246,7 +259,8 @@ static ekv_status check_options(const ekv_conform_options *o, char *message, siz
         return wrong(EKV_ERROR_INVALID_ARGUMENT, message, size, "%s and %s are both given", "backend", "table");
     ekv_list_available(available, sizeof available);
     if (o->backend && (!ekv_find_backend(o->backend, &entry) || !entry.available))
-        return wrong(EKV_ERROR_UNAVAILABLE, message, size, "backend \"%s\" cannot run here; available: %s", o->backend, available);
+        return wrong(EKV_ERROR_UNAVAILABLE, message, size, "backend \"%s\" cannot run here; available: %s", o->backend,
+                     available);
     for (int i = 0; subject(i, name, sizeof name); i++) {
         const size_t used = strlen(known);
         snprintf(known + used, sizeof known - used, "%s%s", used ? ", " : "", name);
@@ -255,7 +269,8 @@ static ekv_status check_options(const ekv_conform_options *o, char *message, siz
     if (!found) return wrong(EKV_ERROR_INVALID_ARGUMENT, message, size, "unknown kernel \"%s\"; known: %s", o->kernel, known);
     if (o->number >= 0 && o->kernel && find_family(o->kernel) && o->number >= grid_size(find_family(o->kernel))) {
         snprintf(known, sizeof known, "%lld", (long long)grid_size(find_family(o->kernel)));
-        return wrong(EKV_ERROR_INVALID_ARGUMENT, message, size, "no such case: kernel \"%s\" has %s, numbered from 0", o->kernel, known);
+        return wrong(EKV_ERROR_INVALID_ARGUMENT, message, size, "no such case: kernel \"%s\" has %s, numbered from 0",
+                     o->kernel, known);
     }
     return EKV_OK;
 }
@@ -266,7 +281,8 @@ ekv_status ekv_conform(const ekv_conform_options *options, ekv_conform_summary *
     ekv_conform_options o = ekv_conform_options_default();
     ekv_conform_summary sums = ekv_conform_summary_default();
     if (options && !ekv_copy_params(&o, sizeof o, options, sizeof(size_t)))
-        return wrong(EKV_ERROR_INVALID_ARGUMENT, message, message_size, "%s is not that of an %s", "options->size", "ekv_conform_options");
+        return wrong(EKV_ERROR_INVALID_ARGUMENT, message, message_size, "%s is not that of an %s", "options->size",
+                     "ekv_conform_options");
     ekv_status status = check_options(&o, message, message_size);
     if (status != EKV_OK) return status;
     ekv_check *check = calloc(1, sizeof *check);

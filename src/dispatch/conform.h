@@ -1,8 +1,8 @@
 /*
  * What the conformance cases share: a case while it runs, its guarded memory, its random numbers, its comparisons.
  *
- * A family is the cases of one kernel, policy or call: axes, whose values make a grid, and a function that runs the case at one point
- * of it.  conform.c walks the families; conform_memory.c has what a case needs; the others hold the cases.
+ * A family is the cases of one kernel, policy or call: axes, whose values make a grid, and a function that runs the case at one
+ * point of it.  conform.c walks the families; conform_memory.c has what a case needs; the others hold the cases.
  *
  * Nothing in these files may call a kernel, or code that one is made of, to find out what is right.
  *
@@ -14,9 +14,9 @@
 #include "cpu/reference.h"
 #include "dispatch/internal.h"
 
-#define EKV_AXES 10
+#define EKV_AXES  10
 #define EKV_ROOMS 400
-#define EKV_U 0x1p-24 /* half a unit in the last place of a float, relative */
+#define EKV_U     0x1p-24 /* half a unit in the last place of a float, relative */
 
 /* One parameter of a family.  names: what its values are called (then value i is i), or NULL: the values are numbers. */
 typedef struct ekv_axis {
@@ -26,8 +26,10 @@ typedef struct ekv_axis {
     const int *values;
 } ekv_axis;
 
-#define EKV_NUMBERS(label, array) {label, (int)(sizeof(array) / sizeof((array)[0])), NULL, array}
-#define EKV_NAMES(label, array) {label, (int)(sizeof(array) / sizeof((array)[0])), array, NULL}
+#define EKV_NUMBERS(label, array)                                                                                              \
+  { label, (int)(sizeof(array) / sizeof((array)[0])), NULL, array }
+#define EKV_NAMES(label, array)                                                                                                \
+  { label, (int)(sizeof(array) / sizeof((array)[0])), array, NULL }
 
 /* Guarded memory: [base, base + span) is accessible and surrounded by pages that are not. */
 typedef struct ekv_room {
@@ -51,7 +53,7 @@ typedef struct ekv_check {
     uint64_t random;
     int placement; /* index into ekv_placements */
     ekv_room room[EKV_ROOMS];
-    int rooms;     /* that exist; those of this case are `used` */
+    int rooms; /* that exist; those of this case are `used` */
     void *scratch[40];
     int scratches;
     /* the outcome */

@@ -10,8 +10,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const contents[] = {"normal", "ties", "peaked", "near tau", "huge", "-infinity among them", "NaN among them",
-                                       "+infinity among them", "all -infinity", "all equal"};
+static const char *const contents[] = {
+    "normal",        "ties",     "peaked", "near tau", "huge", "-infinity among them", "NaN among them", "+infinity among them",
+    "all -infinity", "all equal"};
 
 enum { NORMAL, TIES, PEAKED, NEAR, HUGE_SCORES, LOW, NANS, HIGH, ALL_LOW, ALL_EQUAL };
 
@@ -21,7 +22,8 @@ static void fill_scores(ekv_check *c, float *z, int n, int content) {
         double x = ekv_normal(c);
         if (content == TIES) x = 0.25 * (double)ekv_below(c, 5);
         if (content == PEAKED) x = i % 7 == 0 ? 4.0 + 0.3 * x : x;
-        if (content == NEAR) x = ekv_below(c, 3) ? 2.0 + ldexp((double)(ekv_below(c, 9) - 4), -23) : 3.0 - ekv_below(c, 2) * 0.5;
+        if (content == NEAR)
+            x = ekv_below(c, 3) ? 2.0 + ldexp((double)(ekv_below(c, 9) - 4), -23) : 3.0 - ekv_below(c, 2) * 0.5;
         if (content == HUGE_SCORES) x = (double)ekv_below(c, 3) * 1e30 - 1e30;
         if (content == ALL_EQUAL) x = 1.5;
         if (content == LOW && i % 3 == 1) x = -(double)INFINITY;
@@ -76,9 +78,10 @@ static void check_keep(ekv_check *c) {
 
 /* ---- tau_lower ----
  *
- * Let N be the norm (sum t^power)^(1/power); tau's root has N = 1, and N falls at a slope of at least 1.  So an error of the sum that
- * is e in relative terms moves the root by at most e / power.  In floats: t carries u of each of its two differences, absolute
- * since |d|, |tau| <= 1, thus 3 u of tau; the power costs `power` units and the sum n / 32 + 5 of them; storing tau, u. */
+ * Let N be the norm (sum t^power)^(1/power); tau's root has N = 1, and N falls at a slope of at least 1.  So an error of the
+ * sum that is e in relative terms moves the root by at most e / power.  In floats: t carries u of each of its two differences,
+ * absolute since |d|, |tau| <= 1, thus 3 u of tau; the power costs `power` units and the sum n / 32 + 5 of them; storing tau,
+ * u. */
 
 static const int lower_counts[] = {1, 2, 31, 32, 33, 100, 512, 2000};
 static const int powers[] = {1, 2, 3, 4, 5, 9, 10, 33, 64};
@@ -121,7 +124,8 @@ static void check_tau_lower(ekv_check *c) {
     c->table->tau_lower(&a);
     const double room = 1.001 * EKV_U * (4.0 + ((double)n / 32.0 + 6.0 + power) / power);
     ekv_expect_in(c, "tau is a lower bound", 0, (double)a.tau, -1.0, fmin(high + room, 0.0));
-    /* and of use: at least as high as one exact step of Newton's on the sum, the slowest of the methods that the contract allows */
+    /* and of use: at least as high as one exact step of Newton's on the sum, the slowest of the methods that the contract
+     * allows */
     const double sum = power_sum(z, n, (double)z_max, (double)start, power, &slope);
     const double step = sum > 1.0 ? (sum - 1.0) / slope : 0.0;
     ekv_expect_in(c, "tau rises by a Newton step", 0, (double)a.tau, (double)start + step - room - 1e-5 * step, 0.0);
@@ -129,17 +133,17 @@ static void check_tau_lower(ekv_check *c) {
 
 /* ---- solve, and ekv_entmax ----
  *
- * Against the reference's bisection in double.  tau: the sum's rounding of n 2^-53 divided by its slope, which at sum 1 is at least
- * min(1, beta), and the rounding of z_max + tau.  Weights: rounded to float, and what that error e of tau does to t^beta: at most
- * e^beta for beta < 1, where a token that lies within e of tau may weigh much, and e times the largest slope.  For beta < 1 weights
- * are divided by their sum, which takes the errors of all. */
+ * Against the reference's bisection in double.  tau: the sum's rounding of n 2^-53 divided by its slope, which at sum 1 is at
+ * least min(1, beta), and the rounding of z_max + tau.  Weights: rounded to float, and what that error e of tau does to t^beta:
+ * at most e^beta for beta < 1, where a token that lies within e of tau may weigh much, and e times the largest slope.  For beta
+ * < 1 weights are divided by their sum, which takes the errors of all. */
 
 static const int solve_counts[] = {0, 1, 2, 7, 8, 9, 31, 32, 33, 100, 513, 2000};
 static const char *const alpha_names[] = {"1.02", "1.1", "1.25", "4/3", "1.5", "1.75", "2", "2.5", "3", "6", "10"};
 static const double alphas[] = {1.02, 1.1, 1.25, 4.0 / 3.0, 1.5, 1.75, 2.0, 2.5, 3.0, 6.0, 10.0};
 /* Exact scores relative to their maximum, and the solution in the same units. */
 typedef struct solution {
-    double *d, *p; /* [n] z - z_max and weights */
+    double *d, *p;     /* [n] z - z_max and weights */
     double z_max, tau; /* tau - z_max; or NaN or -infinity, as z_max is */
     double error;      /* of tau - z_max */
     double spread;     /* beta < 1: what that does to the sum of the weights, by which they are divided */
@@ -254,9 +258,9 @@ static void check_solve(ekv_check *c) {
 static const double all_alphas[] = {1.0, 1.02, 1.25, 4.0 / 3.0, 1.5, 2.0, 3.0, 10.0};
 static const char *const all_alpha_names[] = {"1", "1.02", "1.25", "4/3", "1.5", "2", "3", "10"};
 
-/* The call rounds alpha - 1 to float and its product with a score: 2 u |z|.  Softmax rounds the difference to the maximum, u |d|, its
- * exponential, 2 u, and the sum of n of them, in 64 per call, 6 u.  Equal scores stay equal, so that huge ones, whose distances are
- * either 0 or far above 1, lose nothing. */
+/* The call rounds alpha - 1 to float and its product with a score: 2 u |z|.  Softmax rounds the difference to the maximum, u
+ * |d|, its exponential, 2 u, and the sum of n of them, in 64 per call, 6 u.  Equal scores stay equal, so that huge ones, whose
+ * distances are either 0 or far above 1, lose nothing. */
 static void check_entmax(ekv_check *c) {
     const int n = c->value[0], content = c->value[2];
     const double alpha = all_alphas[c->value[1]], factor = alpha > 1.0 ? alpha - 1.0 : 1.0;
@@ -295,8 +299,8 @@ static void check_entmax(ekv_check *c) {
 
 /* ---- softmax ----
  *
- * The difference to z_max is rounded, which the exponential turns into u |d|; the exponential itself is within one unit in the last
- * place, 2 u.  The sum is of weights: at most 1 + 5 additions. */
+ * The difference to z_max is rounded, which the exponential turns into u |d|; the exponential itself is within one unit in the
+ * last place, 2 u.  The sum is of weights: at most 1 + 5 additions. */
 
 static const int softmax_counts[] = {1, 2, 3, 7, 8, 31, 32, 33, 63, 64};
 static const char *const softmax_contents[] = {"normal", "ties", "wide", "huge", "-infinity among them", "NaN among them"};
@@ -332,19 +336,33 @@ static void check_softmax(ekv_check *c) {
 static const char *const maxima[] = {"their maximum", "above it"};
 
 const ekv_family ekv_list_families[] = {
-    {"keep", 900, check_keep,
+    {"keep",
+     900,
+     check_keep,
      {EKV_NUMBERS("scores", keep_counts), EKV_NAMES("content", contents), EKV_NAMES("threshold", thresholds),
       EKV_NAMES("to", targets), EKV_NAMES("memory", ekv_placements)}},
-    {"tau_lower", 900, check_tau_lower,
-     {EKV_NUMBERS("scores", lower_counts), EKV_NUMBERS("power", powers), {"content", 4, contents, NULL}, EKV_NUMBERS("steps", steps),
-      EKV_NAMES("start", starts), EKV_NAMES("memory", ekv_placements)}},
-    {"solve", 900, check_solve,
+    {"tau_lower",
+     900,
+     check_tau_lower,
+     {EKV_NUMBERS("scores", lower_counts),
+      EKV_NUMBERS("power", powers),
+      {"content", 4, contents, NULL},
+      EKV_NUMBERS("steps", steps),
+      EKV_NAMES("start", starts),
+      EKV_NAMES("memory", ekv_placements)}},
+    {"solve",
+     900,
+     check_solve,
      {EKV_NUMBERS("scores", solve_counts), EKV_NAMES("alpha", alpha_names), EKV_NAMES("content", contents),
       EKV_NAMES("memory", ekv_placements)}},
-    {"softmax", 300, check_softmax,
+    {"softmax",
+     300,
+     check_softmax,
      {EKV_NUMBERS("scores", softmax_counts), EKV_NAMES("content", softmax_contents), EKV_NAMES("z_max", maxima),
       EKV_NAMES("memory", ekv_placements)}},
-    {"entmax", 600, check_entmax,
+    {"entmax",
+     600,
+     check_entmax,
      {EKV_NUMBERS("scores", solve_counts), EKV_NAMES("alpha", all_alpha_names), EKV_NAMES("content", contents),
       EKV_NAMES("memory", ekv_placements)}},
     {0}};

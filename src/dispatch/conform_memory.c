@@ -11,7 +11,7 @@
 #include <string.h>
 
 #define OUTPUT_POISON 0xA5
-#define INPUT_POISON 0xFF /* a NaN in every type */
+#define INPUT_POISON  0xFF /* a NaN in every type */
 
 const char *const ekv_placements[3] = {"at the end", "at the start", "one element off"};
 const char *const ekv_dtypes[3] = {"f32", "f16", "bf16"};
@@ -88,7 +88,8 @@ static void blame(ekv_check *c, const char *what, int64_t index, double got) {
 }
 
 /* Bytes from `from` to `to` that are no longer NaN poison: something wrote there. */
-static void check_slack(ekv_check *c, const ekv_room *room, const unsigned char *from, const unsigned char *to, const char *where) {
+static void check_slack(ekv_check *c, const ekv_room *room, const unsigned char *from, const unsigned char *to,
+                        const char *where) {
     char what[96];
     for (const unsigned char *p = from; p < to; p++) {
         if (*p == INPUT_POISON) continue;
@@ -141,7 +142,9 @@ uint64_t ekv_random(ekv_check *c) {
     return x ^ (x >> 31);
 }
 
-double ekv_uniform(ekv_check *c, double low, double high) { return low + (high - low) * ((double)(ekv_random(c) >> 11) * 0x1p-53); }
+double ekv_uniform(ekv_check *c, double low, double high) {
+    return low + (high - low) * ((double)(ekv_random(c) >> 11) * 0x1p-53);
+}
 
 /* Nearly normal: the sum of twelve uniforms. */
 double ekv_normal(ekv_check *c) {
@@ -169,7 +172,8 @@ static int ulp_exponent(ekv_dtype dtype, double x) {
 
 double ekv_half_ulp(ekv_dtype dtype, double x) { return isfinite(x) ? ldexp(0.5, ulp_exponent(dtype, x)) : 0.0; }
 
-/* A 16-bit pattern: a count of units, where the units double at each power of two, is the pattern itself but for the exponent. */
+/* A 16-bit pattern: a count of units, where the units double at each power of two, is the pattern itself but for the exponent.
+ */
 static uint16_t narrow(ekv_dtype dtype, double x) {
     const int fraction = fraction_bits(dtype), bias = -least_exponent(dtype) + 1;
     const uint16_t sign = signbit(x) ? 0x8000u : 0, infinity = (uint16_t)((2 * bias + 1) << fraction);

@@ -10,13 +10,13 @@
 #include <math.h>
 #include <string.h>
 
-#define SECOND 1.001
+#define SECOND        1.001
 #define LARGEST_FLOAT 3.4028234663852886e38
 
 static const int dims[] = {1, 3, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 192, 256, 511, 1024};
 static const int page_tokens[] = {1, 2, 3, 5, 8, 16, 17, 32, 100, 256};
-static const char *const contents[] = {"normal", "equal keys", "zeros of both signs", "far from 0", "huge", "subnormal", "NaN in a key",
-                                       "infinity in a key"};
+static const char *const contents[] = {"normal", "equal keys", "zeros of both signs", "far from 0",
+                                       "huge",   "subnormal",  "NaN in a key",        "infinity in a key"};
 
 enum { NORMAL, EQUAL, ZEROS, FAR, HUGE_KEYS, SUBNORMAL, NANS, INFINITE };
 
@@ -74,11 +74,10 @@ static void check_box(ekv_check *c) {
 
 /* ---- moments ----
  *
- * Mean: 1/n carries u, each product u, and at most n - 1 additions (the first is exact) u each: (n + 1) u of mean |x|, and 2^-150 for
- * each product below 2^-126.
- * Deviation: with a mean that is e off, sum (x - mean)^2 / n grows by e^2 exactly; a term carries 2 u of its difference, u of its
- * square, 2 u of its share and n - 1 additions: (n + 4) u of the variance; its root and the storing round once more each.
- * A variance above the largest float may come out as +infinity, which counts as unknown. */
+ * Mean: 1/n carries u, each product u, and at most n - 1 additions (the first is exact) u each: (n + 1) u of mean |x|, and
+ * 2^-150 for each product below 2^-126. Deviation: with a mean that is e off, sum (x - mean)^2 / n grows by e^2 exactly; a term
+ * carries 2 u of its difference, u of its square, 2 u of its share and n - 1 additions: (n + 4) u of the variance; its root and
+ * the storing round once more each. A variance above the largest float may come out as +infinity, which counts as unknown. */
 
 /* What rounding into the stored type may add to a value that is `error` off. */
 static double stored(ekv_dtype dtype, double x, double error) { return error + ekv_half_ulp(dtype, fabs(x) + error); }
@@ -117,7 +116,8 @@ static void check_moments(ekv_check *c) {
     c->unsupported = !c->table->moments[dtype];
     if (c->unsupported) return;
     const void **rows = make_keys(c, dtype, n, dim, c->value[3]);
-    ekv_moments_args a = {rows, n, dim, ekv_room_out(c, "moments", 2 * (int64_t)dim, ekv_element_bytes(ekv_moments_dtype(dtype)))};
+    ekv_moments_args a = {rows, n, dim,
+                          ekv_room_out(c, "moments", 2 * (int64_t)dim, ekv_element_bytes(ekv_moments_dtype(dtype)))};
     if (c->failed) return;
     ekv_seal(c);
     c->table->moments[dtype](&a);
@@ -153,9 +153,9 @@ static void check_norms(ekv_check *c) {
 
 /* ---- bound ----
  *
- * At least the exact bound and every score of a key of the page.  Above the exact bound by at most the slack that page.h derives,
- * (2 K + 16) u A + 2^-20 |bias| + 2^-120 with K = ceil(dim / 32) + 5 and A = sum max(|q min|, |q max|), itself computed in floats,
- * and the rounding of the sum, K u A, of the position term, u |bias|, and of the last two additions. */
+ * At least the exact bound and every score of a key of the page.  Above the exact bound by at most the slack that page.h
+ * derives, (2 K + 16) u A + 2^-20 |bias| + 2^-120 with K = ceil(dim / 32) + 5 and A = sum max(|q min|, |q max|), itself
+ * computed in floats, and the rounding of the sum, K u A, of the position term, u |bias|, and of the last two additions. */
 
 static const int page_counts[] = {1, 2, 3, 8, 17};
 static const char *const slopes[] = {"none", "negative", "positive"};
@@ -230,8 +230,8 @@ static void check_bound(ekv_check *c) {
             ekv_put(dtype, (void *)(uintptr_t)boxes[i], dim + d, finite ? high : (double)NAN);
         }
     }
-    ekv_bound_args a = {p.q, p.slope, p.q_token, boxes, p.first, p.last, pages, dim,
-                        ekv_room_out(c, "bound", pages, sizeof(float))};
+    ekv_bound_args a = {
+        p.q, p.slope, p.q_token, boxes, p.first, p.last, pages, dim, ekv_room_out(c, "bound", pages, sizeof(float))};
     if (c->failed) return;
     ekv_seal(c);
     c->table->bound[dtype](&a);
@@ -242,7 +242,8 @@ static void check_bound(ekv_check *c) {
             ekv_expect(c, "bound of a box of NaN", i, (double)a.bound[i], (double)INFINITY, 0.0);
             continue;
         }
-        const double slack = (2.0 * steps + 16.0 + steps + 4.0) * EKV_U * size + (0x1p-20 + 4.0 * EKV_U) * fabs(bias) + 0x1p-119;
+        const double slack =
+            (2.0 * steps + 16.0 + steps + 4.0) * EKV_U * size + (0x1p-20 + 4.0 * EKV_U) * fabs(bias) + 0x1p-119;
         const double high = exact + SECOND * slack;
         ekv_expect_in(c, "bound", i, (double)a.bound[i], exact - 1e-13 * (size + fabs(bias)),
                       size > LARGEST_FLOAT / 4.0 ? (double)INFINITY : high);
@@ -252,8 +253,9 @@ static void check_bound(ekv_check *c) {
 
 /* ---- gaussian ----
  *
- * Mean: as a score, with a position that may be a half and is formed of two rounded halves: 3 u |bias|.  Deviation: a term carries u
- * of its product, twice, u of its square and the additions, (ceil(dim / 32) + 5 + 2) u; the root halves that and rounds. */
+ * Mean: as a score, with a position that may be a half and is formed of two rounded halves: 3 u |bias|.  Deviation: a term
+ * carries u of its product, twice, u of its square and the additions, (ceil(dim / 32) + 5 + 2) u; the root halves that and
+ * rounds. */
 
 static const ekv_dtype moment_types[] = {EKV_F32, EKV_F16};
 static const char *const moment_names[] = {"f32", "f16"};
@@ -267,8 +269,16 @@ static void check_gaussian(ekv_check *c) {
     page_case p;
     make_pages(c, pages, dim, c->value[4], &p);
     const void **moments = ekv_rows(c, "moments", pages, 2 * dim, dtype);
-    ekv_gaussian_args a = {p.q, p.slope, p.q_token, moments, p.first, p.last, pages, dim,
-                           ekv_room_out(c, "mean", pages, sizeof(float)), ekv_room_out(c, "deviation", pages, sizeof(float))};
+    ekv_gaussian_args a = {p.q,
+                           p.slope,
+                           p.q_token,
+                           moments,
+                           p.first,
+                           p.last,
+                           pages,
+                           dim,
+                           ekv_room_out(c, "mean", pages, sizeof(float)),
+                           ekv_room_out(c, "deviation", pages, sizeof(float))};
     if (c->failed) return;
     const double scale = content != 2 ? 1.0 : dtype == EKV_F16 ? 1e4 : 1e15;
     for (int i = 0; i < pages; i++)
@@ -302,9 +312,9 @@ static void check_gaussian(ekv_check *c) {
 
 /* ---- mass ----
  *
- * The oracle integrates; the kernel has closed forms, whose terms cancel where tau lies far above the mean.  In units of 2^-53 their
- * error is a dozen operations' worth of the sizes of their terms, and 2.5 t^2 where phi(t) and its tail magnify the rounding of t and
- * of its square (3/2 and 1 units). */
+ * The oracle integrates; the kernel has closed forms, whose terms cancel where tau lies far above the mean.  In units of 2^-53
+ * their error is a dozen operations' worth of the sizes of their terms, and 2.5 t^2 where phi(t) and its tail magnify the
+ * rounding of t and of its square (3/2 and 1 units). */
 
 static const int betas[] = {1, 2, 3};
 static const int mass_counts[] = {1, 2, 7, 8, 9, 100, 257};
@@ -371,22 +381,34 @@ static void check_mass(ekv_check *c) {
 }
 
 const ekv_family ekv_page_families[] = {
-    {"box", 600, check_box,
-     {EKV_NAMES("dtype", ekv_dtypes), EKV_NUMBERS("dim", dims), EKV_NUMBERS("keys", page_tokens), EKV_NAMES("content", contents),
-      EKV_NAMES("memory", ekv_placements)}},
-    {"moments", 600, check_moments,
-     {EKV_NAMES("dtype", ekv_dtypes), EKV_NUMBERS("dim", dims), EKV_NUMBERS("keys", page_tokens), EKV_NAMES("content", contents),
-      EKV_NAMES("memory", ekv_placements)}},
-    {"norms", 600, check_norms,
-     {EKV_NAMES("dtype", ekv_dtypes), EKV_NUMBERS("dim", dims), EKV_NUMBERS("keys", page_tokens), EKV_NAMES("content", contents),
-      EKV_NAMES("memory", ekv_placements)}},
-    {"bound", 800, check_bound,
-     {EKV_NAMES("dtype", ekv_dtypes), EKV_NUMBERS("dim", dims), EKV_NUMBERS("pages", page_counts), EKV_NAMES("content", contents),
-      EKV_NAMES("slope", slopes), EKV_NAMES("memory", ekv_placements)}},
-    {"gaussian", 800, check_gaussian,
+    {"box",
+     600,
+     check_box,
+     {EKV_NAMES("dtype", ekv_dtypes), EKV_NUMBERS("dim", dims), EKV_NUMBERS("keys", page_tokens),
+      EKV_NAMES("content", contents), EKV_NAMES("memory", ekv_placements)}},
+    {"moments",
+     600,
+     check_moments,
+     {EKV_NAMES("dtype", ekv_dtypes), EKV_NUMBERS("dim", dims), EKV_NUMBERS("keys", page_tokens),
+      EKV_NAMES("content", contents), EKV_NAMES("memory", ekv_placements)}},
+    {"norms",
+     600,
+     check_norms,
+     {EKV_NAMES("dtype", ekv_dtypes), EKV_NUMBERS("dim", dims), EKV_NUMBERS("keys", page_tokens),
+      EKV_NAMES("content", contents), EKV_NAMES("memory", ekv_placements)}},
+    {"bound",
+     800,
+     check_bound,
+     {EKV_NAMES("dtype", ekv_dtypes), EKV_NUMBERS("dim", dims), EKV_NUMBERS("pages", page_counts),
+      EKV_NAMES("content", contents), EKV_NAMES("slope", slopes), EKV_NAMES("memory", ekv_placements)}},
+    {"gaussian",
+     800,
+     check_gaussian,
      {EKV_NAMES("dtype", moment_names), EKV_NUMBERS("dim", dims), EKV_NUMBERS("pages", page_counts),
       EKV_NAMES("content", moment_contents), EKV_NAMES("slope", slopes), EKV_NAMES("memory", ekv_placements)}},
-    {"mass", 300, check_mass,
+    {"mass",
+     300,
+     check_mass,
      {EKV_NUMBERS("beta", betas), EKV_NUMBERS("pages", mass_counts), EKV_NAMES("content", mass_contents),
       EKV_NAMES("memory", ekv_placements)}},
     {0}};

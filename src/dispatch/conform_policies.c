@@ -1,13 +1,13 @@
 /*
  * Conformance of whole decode steps: every policy through ekv_decode against cpu/reference.c.
  *
- * A case is two sequences over one shuffled pool of blocks.  What the policy reads is asked of the backend (ekv_select_pages) and
- * checked by the policy's own criterion; the reference then computes the row over exactly those pages.  After that, and before the
- * step runs, every page that no row of a group reads is overwritten with NaN.
+ * A case is two sequences over one shuffled pool of blocks.  What the policy reads is asked of the backend (ekv_select_pages)
+ * and checked by the policy's own criterion; the reference then computes the row over exactly those pages.  After that, and
+ * before the step runs, every page that no row of a group reads is overwritten with NaN.
  *
- * Tolerances.  A score is off by at most 8 units in the last place of the largest |z| that matters (e below), as is tau.  Outputs, by
- * relative L2 norm: 3e-6 max(1, max |z|) for alpha <= 2, and for others what e does to each weight.  Where scores are huge they are
- * equal or far apart by construction, so that weights are exact and max |z| counts as 1.
+ * Tolerances.  A score is off by at most 8 units in the last place of the largest |z| that matters (e below), as is tau.
+ * Outputs, by relative L2 norm: 3e-6 max(1, max |z|) for alpha <= 2, and for others what e does to each weight.  Where scores
+ * are huge they are equal or far apart by construction, so that weights are exact and max |z| counts as 1.
  *
  * SPDX-License-Identifier: Apache-2.0
  */
@@ -18,20 +18,21 @@
 #include <string.h>
 
 enum { NORMAL, CLUSTERED, PEAKED, TIES, HUGE_SCORES, LOW, NANS };
-static const char *const contents[] = {"normal", "clustered pages", "peaked", "ties", "huge scores", "-infinity scores",
-                                       "NaN in a key"};
+static const char *const contents[] = {"normal",      "clustered pages",  "peaked",      "ties",
+                                       "huge scores", "-infinity scores", "NaN in a key"};
 static const char *const alpha_names[] = {"1", "1.25", "4/3", "1.5", "2", "3"};
 static const double alphas[] = {1.0, 1.25, 4.0 / 3.0, 1.5, 2.0, 3.0};
-static const char *const shapes[] = {"group 1 page 1", "group 1 page 16", "group 2 page 64", "group 3 page 5", "group 8 page 16"};
+static const char *const shapes[] = {"group 1 page 1", "group 1 page 16", "group 2 page 64", "group 3 page 5",
+                                     "group 8 page 16"};
 static const int groups[] = {1, 1, 2, 3, 8}, page_sizes[] = {1, 16, 64, 5, 16};
 static const int dims[] = {1, 33, 64, 128}, lengths[] = {1, 17, 130, 700, 4200};
 static const char *const biases[] = {"no slopes, 1 query", "slopes, 3 queries"};
 
 enum { AXIS_DTYPE, AXIS_DIM, AXIS_SHAPE, AXIS_LENGTH, AXIS_ALPHA, AXIS_CONTENT, AXIS_BIAS };
 
-#define BATCH 2
-#define KV_HEADS 2
-#define PAD 3 /* elements between rows that belong to nobody */
+#define BATCH        2
+#define KV_HEADS     2
+#define PAD          3 /* elements between rows that belong to nobody */
 #define CHECKED_ROWS 6
 
 /* A step and its memory. */
@@ -179,7 +180,8 @@ static void fill_memory(ekv_check *c, problem *p) {
             }
     for (int64_t t = 0; t < p->q_start[BATCH]; t++)
         for (int h = 0; h < p->q_heads; h++) make_query(c, p, t, h);
-    for (int64_t i = 0; i < p->rows * p->table_stride; i++) p->mask[i] = ekv_below(c, 5) < 2 ? (uint8_t)(1 + ekv_below(c, 255)) : 0;
+    for (int64_t i = 0; i < p->rows * p->table_stride; i++)
+        p->mask[i] = ekv_below(c, 5) < 2 ? (uint8_t)(1 + ekv_below(c, 255)) : 0;
 }
 
 static void set_step(ekv_check *c, problem *p, ekv_policy policy, float *slopes) {
@@ -271,7 +273,8 @@ static bool solve_row(ekv_check *c, const problem *p, int64_t number, row *r) {
     const ekv_decode_params *s = &p->step;
     describe_row(p, number, r);
     const size_t n = (size_t)r->n, pages = (size_t)r->pages;
-    char *memory = ekv_scratch(c, (2 * sizeof(void *) + 3 * sizeof(double)) * n + sizeof(double) * (3 * pages + 2 * EKV_MAX_DIM));
+    char *memory =
+        ekv_scratch(c, (2 * sizeof(void *) + 3 * sizeof(double)) * n + sizeof(double) * (3 * pages + 2 * EKV_MAX_DIM));
     if (!memory) return false;
     const void **keys = (const void **)(void *)memory, **values = keys + n;
     double *z = (double *)(void *)(values + n), *weight = z + n, *q = weight + n, *out = q + EKV_MAX_DIM;
@@ -283,15 +286,28 @@ static bool solve_row(ekv_check *c, const problem *p, int64_t number, row *r) {
     }
     for (int d = 0; d < p->kv.k_dim; d++)
         q[d] = ekv_reference_load(s->q_dtype, p->q, number / p->q_heads * s->q_token_stride + r->head * s->q_head_stride + d);
-    r->problem = (ekv_reference_problem){
-        .n = r->n, .page_size = p->kv.page_size, .k_dim = p->kv.k_dim, .v_dim = p->kv.v_dim, .dtype = p->kv.dtype, .keys = keys,
-        .values = values, .q = q, .alpha = s->alpha, .scale = s->scale == 0.0f ? 1.0 / sqrt((double)p->kv.k_dim) : (double)s->scale,
-        .slope = s->slopes ? (double)s->slopes[r->head] : 0.0, .policy = EKV_POLICY_PAGES, .budget = s->budget,
-        .first_pages = s->first_pages, .recent_tokens = s->recent_tokens, .gaussian_model = s->gaussian_model,
-        .quantile = s->quantile, .margin_sigma = s->margin_sigma, .margin_fraction = s->margin_fraction,
-        .page_mask = p->selected + number * p->table_stride};
-    r->result = (ekv_reference_result){.out = out, .z = z, .p = weight, .page_bound = bound, .page_mean = mean,
-                                       .page_deviation = deviation};
+    r->problem = (ekv_reference_problem){.n = r->n,
+                                         .page_size = p->kv.page_size,
+                                         .k_dim = p->kv.k_dim,
+                                         .v_dim = p->kv.v_dim,
+                                         .dtype = p->kv.dtype,
+                                         .keys = keys,
+                                         .values = values,
+                                         .q = q,
+                                         .alpha = s->alpha,
+                                         .scale = s->scale == 0.0f ? 1.0 / sqrt((double)p->kv.k_dim) : (double)s->scale,
+                                         .slope = s->slopes ? (double)s->slopes[r->head] : 0.0,
+                                         .policy = EKV_POLICY_PAGES,
+                                         .budget = s->budget,
+                                         .first_pages = s->first_pages,
+                                         .recent_tokens = s->recent_tokens,
+                                         .gaussian_model = s->gaussian_model,
+                                         .quantile = s->quantile,
+                                         .margin_sigma = s->margin_sigma,
+                                         .margin_fraction = s->margin_fraction,
+                                         .page_mask = p->selected + number * p->table_stride};
+    r->result = (ekv_reference_result){
+        .out = out, .z = z, .p = weight, .page_bound = bound, .page_mean = mean, .page_deviation = deviation};
     if (!ekv_expect_true(c, "memory for the reference", -1, ekv_reference_row(&r->problem, &r->result) == 0)) return false;
     measure_row(p, z, weight, r);
     return true;
@@ -320,8 +336,9 @@ static double score_size(const problem *p, const row *r, int32_t page, double *q
     return size;
 }
 
-/* Page statistics of a row that sees all that they cover, against the exact ones.  Bound: page.h's slack, as in conform_pages.c, and
- * the conversions to and from z units (4 u).  Moments: the storing type's rounding, the sums over the page and over dimensions. */
+/* Page statistics of a row that sees all that they cover, against the exact ones.  Bound: page.h's slack, as in
+ * conform_pages.c, and the conversions to and from z units (4 u).  Moments: the storing type's rounding, the sums over the page
+ * and over dimensions. */
 static void check_statistics(ekv_check *c, const problem *p, const row *r) {
     const double steps = (double)((p->kv.k_dim + 31) / 32 + 5), stored = p->kv.dtype == EKV_F16 ? 0x1p-11 : EKV_U;
     for (int32_t page = 0; page < r->pages && !c->failed; page++) {
@@ -462,8 +479,10 @@ static double mass_lost(const problem *p, const row *r, double *z) {
     for (int32_t t = 0; t < r->n; t++) {
         if (r->problem.page_mask[t / p->kv.page_size]) continue;
         const double x = z[t] - r->result.tau_full;
-        if (p->step.alpha == 1.0) lost += exp(x);
-        else if (x > 4.0 * r->error) lost += pow(x, beta);
+        if (p->step.alpha == 1.0)
+            lost += exp(x);
+        else if (x > 4.0 * r->error)
+            lost += pow(x, beta);
     }
     return lost;
 }
@@ -491,7 +510,8 @@ static void check_report(ekv_check *c, const problem *p, const row *r) {
     ekv_expect_in(c, "report: support", r->number, (double)report->support, (double)least, (double)most);
     if (isnan(r->result.tau_full) || c->value[AXIS_CONTENT] == HUGE_SCORES) return;
     const double lost = mass_lost(p, r, r->result.z), slack = 1e-9 + (p->step.alpha == 1.0 ? 4.0 * r->error * lost : 0.0);
-    ekv_expect_in(c, "report: E is at least the mass that was lost", r->number, report->mass_bound, lost * (1.0 - 1e-6) - slack, 1.0 + 1e-12);
+    ekv_expect_in(c, "report: E is at least the mass that was lost", r->number, report->mass_bound, lost * (1.0 - 1e-6) - slack,
+                  1.0 + 1e-12);
     if (report->certified) ekv_expect(c, "report: mass lost by a certified row", r->number, lost, 0.0, slack);
 }
 
@@ -531,7 +551,8 @@ static void check_step(ekv_check *c, problem *p) {
         !succeeded(c, ekv_page_bounds(c->context, s, p->bounds, p->table_stride)) ||
         !succeeded(c, ekv_page_moments(c->context, s, p->mean, p->deviation, p->table_stride)))
         return;
-    for (int64_t number = ekv_below(c, (int)row_step(p)); number < p->rows && n < CHECKED_ROWS * 2; number += row_step(p), n++) {
+    for (int64_t number = ekv_below(c, (int)row_step(p)); number < p->rows && n < CHECKED_ROWS * 2;
+         number += row_step(p), n++) {
         if (!solve_row(c, p, number, &rows[n])) return;
         check_selection(c, p, &rows[n]);
     }
@@ -570,11 +591,15 @@ static void check_topk_policy(ekv_check *c) { check_policy(c, EKV_POLICY_TOPK); 
 static void check_gaussian_policy(ekv_check *c) { check_policy(c, EKV_POLICY_GAUSSIAN); }
 static void check_pages(ekv_check *c) { check_policy(c, EKV_POLICY_PAGES); }
 
-#define POLICY_AXES(alpha_axis)                                                                                                  \
-    {EKV_NAMES("dtype", ekv_dtypes), EKV_NUMBERS("dim", dims), EKV_NAMES("shape", shapes), EKV_NUMBERS("length", lengths),       \
-     alpha_axis, EKV_NAMES("content", contents), EKV_NAMES("bias", biases), EKV_NAMES("memory", ekv_placements)}
-#define ALL_ALPHAS {"alpha", 6, alpha_names, NULL}
-#define ENTMAX_ALPHAS {"alpha", 5, alpha_names + 1, NULL}
+#define POLICY_AXES(alpha_axis)                                                                                                \
+  {                                                                                                                            \
+    EKV_NAMES("dtype", ekv_dtypes), EKV_NUMBERS("dim", dims), EKV_NAMES("shape", shapes), EKV_NUMBERS("length", lengths),      \
+        alpha_axis, EKV_NAMES("content", contents), EKV_NAMES("bias", biases), EKV_NAMES("memory", ekv_placements)             \
+  }
+#define ALL_ALPHAS                                                                                                             \
+  { "alpha", 6, alpha_names, NULL }
+#define ENTMAX_ALPHAS                                                                                                          \
+  { "alpha", 5, alpha_names + 1, NULL }
 
 const ekv_family ekv_policy_families[] = {{"policy-full", 130, check_full, POLICY_AXES(ALL_ALPHAS)},
                                           {"policy-topk", 130, check_topk_policy, POLICY_AXES(ALL_ALPHAS)},

@@ -1,8 +1,8 @@
 /*
  * Conformance of the kernels that work on rows: load_row, store_row, score, accumulate.
  *
- * u = 2^-24 is the largest relative error of one float operation.  Bounds of first order in u are multiplied by SECOND, which covers
- * the higher orders of at most a few thousand operations.
+ * u = 2^-24 is the largest relative error of one float operation.  Bounds of first order in u are multiplied by SECOND, which
+ * covers the higher orders of at most a few thousand operations.
  *
  * SPDX-License-Identifier: Apache-2.0
  */
@@ -13,8 +13,8 @@
 
 #define SECOND 1.001
 
-static const int dims[] = {1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 40, 63, 64, 65, 80, 95, 96, 97, 127, 128, 129, 160, 192,
-                           255, 256, 257, 512, 576, 1000, 1024};
+static const int dims[] = {1,  2,  3,  7,  8,   9,   15,  16,  17,  24,  31,  32,  33,  40,  63,   64,  65,
+                           80, 95, 96, 97, 127, 128, 129, 160, 192, 255, 256, 257, 512, 576, 1000, 1024};
 
 /* ---- load_row: a conversion and one product, both exact until the one rounding of the product ---- */
 
@@ -88,12 +88,12 @@ static void check_store_row(ekv_check *c) {
 
 /* ---- score ----
  *
- * Each product carries u, and passes ceil(dim / 32) - 1 additions in its lane (the first is to zero, exact) and 5 in the tree: in sum
- * (ceil(dim / 32) + 5) u of A = sum |q_d k_d|.  The position term is a whole number below 2^24 times the slope: u, and the addition
- * another u of the result.  Products below 2^-126 lose up to 2^-150 each. */
+ * Each product carries u, and passes ceil(dim / 32) - 1 additions in its lane (the first is to zero, exact) and 5 in the tree:
+ * in sum (ceil(dim / 32) + 5) u of A = sum |q_d k_d|.  The position term is a whole number below 2^24 times the slope: u, and
+ * the addition another u of the result.  Products below 2^-126 lose up to 2^-150 each. */
 
-static const char *const score_contents[] = {"normal", "equal keys", "cancelling", "1e15 times the rest", "infinite keys", "NaN in a key",
-                                             "subnormal"};
+static const char *const score_contents[] = {"normal",        "equal keys",   "cancelling", "1e15 times the rest",
+                                             "infinite keys", "NaN in a key", "subnormal"};
 static const char *const slopes[] = {"none", "negative", "positive", "some"};
 static const int score_rows[] = {1, 2, 3, 4, 5, 7, 8, 9, 16, 32};
 static const int score_keys[] = {1, 2, 3, 7, 8, 9, 16, 31, 32, 33, 57, 63, 64};
@@ -110,7 +110,8 @@ static void fill_key(ekv_check *c, ekv_dtype dtype, void *key, const void *first
         if (content == SCORE_SUBNORMAL) x *= unit;
         ekv_put(dtype, key, d, x);
     }
-    if (content == SCORE_INFINITE && i % 2 == 0) ekv_put(dtype, key, ekv_below(c, dim), i % 4 ? (double)INFINITY : -(double)INFINITY);
+    if (content == SCORE_INFINITE && i % 2 == 0)
+        ekv_put(dtype, key, ekv_below(c, dim), i % 4 ? (double)INFINITY : -(double)INFINITY);
     if (content == SCORE_NAN && i % 4 == 1) ekv_put(dtype, key, ekv_below(c, dim), (double)NAN);
 }
 
@@ -119,7 +120,8 @@ static void make_score(ekv_check *c, ekv_dtype dtype, ekv_score_args *a) {
     const int dim = c->value[1], rows = c->value[2], n = c->value[3], content = c->value[4], padded = (dim + 31) / 32 * 32;
     const float **q = ekv_room_in(c, "query pointers", rows, sizeof *q);
     float *slope = ekv_room_in(c, "slope", rows, sizeof *slope);
-    int32_t *q_token = ekv_room_in(c, "q_token", rows, sizeof *q_token), *token = ekv_room_in(c, "token", EKV_TILE, sizeof *token);
+    int32_t *q_token = ekv_room_in(c, "q_token", rows, sizeof *q_token),
+            *token = ekv_room_in(c, "token", EKV_TILE, sizeof *token);
     const void **keys = ekv_rows(c, "key", n, dim, dtype);
     for (int r = 0; !c->failed && r < rows; r++) {
         float *row = ekv_room_in(c, "query", padded, sizeof *row);
@@ -185,8 +187,8 @@ static void check_score(ekv_check *c) {
 
 /* ---- accumulate ----
  *
- * Of m weights that are not zero, a term carries u of its product and of at most m - 1 additions (the first is exact); adding the sum
- * to the running one costs u of the result. */
+ * Of m weights that are not zero, a term carries u of its product and of at most m - 1 additions (the first is exact); adding
+ * the sum to the running one costs u of the result. */
 
 static const char *const value_contents[] = {"normal", "NaN where the weight is 0", "NaN in a value", "large", "all weights 0"};
 static const int value_rows[] = {1, 2, 3, 7, 8, 31, 64, 127, 128};
@@ -231,16 +233,25 @@ static void check_accumulate(ekv_check *c) {
 }
 
 const ekv_family ekv_row_families[] = {
-    {"load_row", 600, check_load_row,
-     {EKV_NAMES("dtype", ekv_dtypes), EKV_NUMBERS("dim", dims), EKV_NAMES("content", load_contents), EKV_NAMES("factor", load_factors),
-      EKV_NAMES("memory", ekv_placements)}},
-    {"store_row", 600, check_store_row,
+    {"load_row",
+     600,
+     check_load_row,
+     {EKV_NAMES("dtype", ekv_dtypes), EKV_NUMBERS("dim", dims), EKV_NAMES("content", load_contents),
+      EKV_NAMES("factor", load_factors), EKV_NAMES("memory", ekv_placements)}},
+    {"store_row",
+     600,
+     check_store_row,
      {EKV_NAMES("dtype", ekv_dtypes), EKV_NUMBERS("dim", dims), EKV_NAMES("content", store_contents),
       EKV_NAMES("memory", ekv_placements)}},
-    {"score", 1500, check_score,
-     {EKV_NAMES("dtype", ekv_dtypes), EKV_NUMBERS("dim", dims), EKV_NUMBERS("rows", score_rows), EKV_NUMBERS("keys", score_keys),
-      EKV_NAMES("content", score_contents), EKV_NAMES("slope", slopes), EKV_NAMES("memory", ekv_placements)}},
-    {"accumulate", 800, check_accumulate,
+    {"score",
+     1500,
+     check_score,
+     {EKV_NAMES("dtype", ekv_dtypes), EKV_NUMBERS("dim", dims), EKV_NUMBERS("rows", score_rows),
+      EKV_NUMBERS("keys", score_keys), EKV_NAMES("content", score_contents), EKV_NAMES("slope", slopes),
+      EKV_NAMES("memory", ekv_placements)}},
+    {"accumulate",
+     800,
+     check_accumulate,
      {EKV_NAMES("dtype", ekv_dtypes), EKV_NUMBERS("dim", dims), EKV_NUMBERS("values", value_rows),
       EKV_NAMES("content", value_contents), EKV_NAMES("memory", ekv_placements)}},
     {0}};

@@ -19,7 +19,7 @@ disassemble() {
     "$objdump" -d --no-show-raw-insn "$1" | sed -n 's/^ *[0-9a-f]*:[[:space:]]*//p'
 }
 
-vex='^(\{[a-z0-9]*\} *)?(v[a-z0-9]+|andn|bextr|blsi|blsr|blsmsk|bzhi|mulx|pdep|pext|rorx|sarx|shlx|shrx|k(mov|and|andn|or|ortest|xor|xnor|not|test|unpck|shift|add)[a-z]*)( |$)'
+vex='^(\{[a-z0-9]*\} *)?(v[a-z0-9_]+|andn|bextr|blsi|blsr|blsmsk|bzhi|mulx|pdep|pext|rorx|sarx|shlx|shrx|k(mov|and|andn|or|ortest|xor|xnor|not|test|unpck|shift|add)[a-z]*)( |$)'
 not_vex='^v(err|erw|m[a-z]*)( |$)' # verr, verw and vmcall have nothing to do with vectors
 evex='%zmm|%[xy]mm(1[6-9]|2[0-9]|3[01])|%k[0-7]|\{z\}'
 

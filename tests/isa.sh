@@ -20,7 +20,7 @@ disassemble() {
 }
 
 vex='^(\{[a-z0-9]*\} *)?(v[a-z0-9_]+|andn|bextr|blsi|blsr|blsmsk|bzhi|mulx|pdep|pext|rorx|sarx|shlx|shrx|k(mov|and|andn|or|ortest|xor|xnor|not|test|unpck|shift|add)[a-z]*)( |$)'
-not_vex='^v(err|erw|m[a-z]*)( |$)' # verr, verw and vmcall have nothing to do with vectors
+not_vex='^(verr|verw|vm(m?call|launch|resume|xoff|xon|clear|ptrld|ptrst|read|write|func|run|load|save))( |$)' # not on vectors
 evex='%zmm|%[xy]mm(1[6-9]|2[0-9]|3[01])|%k[0-7]|\{z\}'
 
 count_vex() { disassemble "$1" | grep -Ev "$not_vex" | grep -Ec "$vex" || true; }

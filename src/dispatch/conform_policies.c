@@ -80,7 +80,7 @@ static void make_key(ekv_check *c, problem *p, int32_t b, int32_t token, int hea
     for (int d = 0; d < dim; d++) {
         double x = ekv_normal(c);
         if (content == CLUSTERED) x = 0.3 * x + 2.0 * sin((double)(token / p->kv.page_size * 37 + d * 11 + head));
-        if (content == PEAKED && token % 53 == 11) x += 3.0;
+        if (content == PEAKED && token % 53 == 11) x += 1.5;
         if (content == TIES) x = ekv_reference_load(dtype, key_of(p, b, token % 5 < token ? token % 5 : 0, head), d);
         if (content == TIES && token < 5) x = ekv_normal(c);
         if (content == HUGE_SCORES) x = (double)(which - 1) * (dtype == EKV_F16 ? 6e4 : 1e30);
@@ -356,8 +356,10 @@ static void check_statistics(ekv_check *c, const problem *p, const row *r) {
         const double room = (stored + (steps + p->kv.page_size + 8.0) * EKV_U) * size +
                             (p->kv.dtype == EKV_F16 ? 0x1p-25 * q_size : 0.0) + 8.0 * EKV_U * fabs(bias);
         ekv_expect(c, "page mean", page, (double)p->mean[at], mean, room);
-        ekv_expect(c, "page deviation", page, (double)p->deviation[at], r->result.page_deviation[page],
-                   (2.0 * stored + (steps + p->kv.page_size + 8.0) * EKV_U) * r->result.page_deviation[page] + 1.1 * room);
+        const double n = (double)p->kv.page_size, deviation = r->result.page_deviation[page];
+        ekv_expect(c, "page deviation", page, (double)p->deviation[at], deviation,
+                   (1.01 * stored + (steps + n + 8.0) * EKV_U) * deviation + (n + 2.0) * EKV_U * size +
+                       (p->kv.dtype == EKV_F16 ? 0x1p-24 * q_size : 0.0));
     }
 }
 

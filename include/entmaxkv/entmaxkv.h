@@ -113,7 +113,9 @@ typedef enum ekv_policy {
     EKV_POLICY_FULL = 0,     /* every key; values of the support alone */
     EKV_POLICY_TOPK = 1,     /* the pages with the largest box bounds, `budget` tokens of them; needs BOX */
     EKV_POLICY_GAUSSIAN = 2, /* pages likely to reach an estimate of tau; needs GAUSSIAN; alpha > 1 */
-    EKV_POLICY_PAGES = 3     /* the pages that the caller marks in `page_mask` */
+    EKV_POLICY_PAGES = 3,    /* the pages that the caller marks in `page_mask` */
+    EKV_POLICY_CERTIFIED = 4 /* what bounds cannot rule out: the output of `full`, bit for bit; alpha > 1; the more statistics
+                                (NORMS, BOX, SKETCH) there are, the less is read */
 } ekv_policy;
 
 /* How policy gaussian estimates tau: one normal distribution for all scores, or a mixture with one per page. */
@@ -124,11 +126,14 @@ typedef enum ekv_gaussian_model {
 } ekv_gaussian_model;
 
 /* Page statistics, a set of flags.  Memory per page and KV head, with D = k_dim and e the bytes of an element:
- * BOX 2*D*e; GAUSSIAN 2*D*2 for f16 keys, else 2*D*4; NORMS 8. */
+ * BOX 2*D*e; GAUSSIAN 2*D*2 for f16 keys, else 2*D*4; NORMS 8; SKETCH page_size * (3*D/16 + 2), and per KV head once a basis of at
+ * most 64 * (D + 128) * 4 bytes and one center of 4*D bytes for every 1,024 tokens.  The basis is found from the first 2,048 tokens
+ * of the first sequence that has so many; until then nothing is sketched. */
 enum ekv_statistics {
     EKV_STATISTICS_BOX = 1,      /* per-dimension minimum and maximum: bounds for topk and for E */
     EKV_STATISTICS_GAUSSIAN = 2, /* per-dimension mean and standard deviation */
-    EKV_STATISTICS_NORMS = 4     /* largest key norm and largest value norm: the output error bound */
+    EKV_STATISTICS_NORMS = 4,    /* largest key norm and largest value norm: first bounds, and the output error bound */
+    EKV_STATISTICS_SKETCH = 8    /* a few bits per key element, for bounds of single tokens; page_size must be a multiple of 16 */
 };
 
 #define EKV_MAX_DIM 1024       /* k_dim and v_dim: 1 to EKV_MAX_DIM */
@@ -366,7 +371,8 @@ typedef struct ekv_report {
     int64_t pages;      /* pages that this head used */
     int64_t group_pages;      /* (G) pages of which a key was read, the union over the group */
     int64_t total_pages;      /* (G) pages that the sequence has */
-    int64_t bytes_statistics; /* (G) page statistics read */
+    int64_t bytes_statistics; /* (G) page statistics read: boxes, moments, norms */
+    int64_t bytes_sketch;     /* (G) sketches, basis and centers read */
     int64_t bytes_keys;       /* (G) */
     int64_t bytes_values;     /* (G) */
     int64_t bytes_dense;      /* (G) what dense attention would read: tokens * (k_dim + v_dim) * element size */
@@ -422,6 +428,7 @@ typedef struct ekv_decode_params {
     double quantile;        /* gaussian: in (0, 1); a page is kept if this quantile of its largest score may reach tau */
     double margin_sigma;    /* gaussian: safety margin below the estimated tau, in standard deviations of all scores, >= 0 */
     double margin_fraction; /* gaussian: and as a fraction of tau's distance above the typical page, >= 0 */
+    double max_mass;           /* certified: in [0, 1): stop once E is at most this; 0: exact */
     const uint8_t *page_mask;  /* pages: [tokens * q_heads][page_mask_stride], nonzero: read that page for that row */
     int64_t page_mask_stride;
 
@@ -435,7 +442,7 @@ static inline ekv_decode_params ekv_decode_params_default(void) {
                            NULL, 0, NULL, NULL, NULL, NULL, 0, NULL,
                            0, NULL, NULL, EKV_F32, 0, 0, NULL, EKV_F32, 0, 0,
                            1.5, NULL, 0.0f, NULL, NULL,
-                           EKV_POLICY_FULL, 1024, 0, 0, EKV_GAUSSIAN_AUTO, 0.995, 0.0, 0.1, NULL, 0,
+                           EKV_POLICY_FULL, 1024, 0, 0, EKV_GAUSSIAN_AUTO, 0.995, 0.0, 0.1, 0.0, NULL, 0,
                            NULL, 0};
     return p;
 }

@@ -22,7 +22,7 @@
 extern "C" {
 #endif
 
-#define EKV_KERNELS_VERSION 1
+#define EKV_KERNELS_VERSION 2
 #define EKV_TILE 64      /* most tokens in one call of score */
 #define EKV_MARGIN 0x1p-12 /* z units: what `keep` leaves below a lower bound of tau, so that rounding never drops a candidate */
 
@@ -36,14 +36,16 @@ extern "C" {
     X(moments, "mean and deviation of a page's keys")     /* page.h */    \
     X(norms, "largest norm of a page's rows")             /* page.h */    \
     X(bound, "upper bounds of the scores in pages")       /* page.h */    \
-    X(gaussian, "mean and deviation of the scores in pages") /* page.h */
+    X(gaussian, "mean and deviation of the scores in pages") /* page.h */ \
+    X(encode, "sketch codes of keys")                     /* sketch.h */
 
 #define EKV_PLAIN_KERNELS(X)                                                             \
     X(keep, "append the scores above a threshold to a candidate list") /* entmax.h */    \
     X(tau_lower, "a lower bound of tau from a candidate list")         /* entmax.h */    \
     X(solve, "tau, support and weights from a candidate list")         /* entmax.h */    \
     X(softmax, "exponential weights of a tile")                        /* entmax.h */    \
-    X(mass, "expected mass above a threshold of a mixture of normals") /* page.h */
+    X(mass, "expected mass above a threshold of a mixture of normals") /* page.h */    \
+    X(lookup, "sums of table entries: bounds of the scores of sketched keys") /* sketch.h */
 
 /* load_row: out[d] = (float)row[d] * factor for d < dim, and zeros up to the next multiple of 32. */
 typedef struct ekv_load_row_args {
@@ -183,6 +185,50 @@ typedef struct ekv_mass_args {
     double tau;
     double value, slope; /* out */
 } ekv_mass_args;
+
+/* A basis: how the keys of one KV head are sketched.  With x = key - center (a center for each stretch of a sequence),
+ *      y = R x                      coordinates along `axes` orthonormal rows
+ *      code c, 4 bits               adds one of 16 centroids to the approximation of y along 1, 2 or 4 axes; codes are taken in turn
+ *                                   and several may refine the same axis
+ *      norm b, 4 bits               the norm of what is left of y in a block of axes, and last of what is left of x outside of all
+ *                                   axes, as the number of the smallest of 16 levels that is not below it
+ * so a sketch is codes + norms numbers of 4 bits, and any upper bound of a score is a sum of one table entry for each. */
+#define EKV_SKETCH_AXES 64  /* most axes; at most EKV_TILE */
+#define EKV_SKETCH_CODES 96 /* most codes */
+#define EKV_SKETCH_NORMS 4  /* norms: three blocks of axes and the rest */
+#define EKV_SKETCH_GROUP 16 /* tokens whose codes lie together */
+typedef struct ekv_basis {
+    int32_t dim, axes, codes; /* codes is even; 0: no basis yet */
+    int32_t block_end[EKV_SKETCH_NORMS - 1];    /* axes of norm b: [block_end[b - 1], block_end[b]) */
+    int32_t axis[EKV_SKETCH_CODES][4];          /* of each code; -1: none */
+    float centroid[EKV_SKETCH_CODES][16][4];    /* 0 where there is no axis */
+    float level[EKV_SKETCH_NORMS][16];          /* ascending; the last is at least every norm that was encoded */
+    float defect;                               /* at least the Frobenius norm of I - R R^T */
+    float largest;                              /* at least every norm of x that was encoded; infinity if a key was not finite */
+    const float *rows;                          /* R: [axes][dim rounded up to 32], zeros behind dim */
+} ekv_basis;
+
+/* encode: sketches n keys.  Code c of the key in slot t of a page goes to byte [t / 16][c / 2][t % 16] of `page`, low half for even
+ * c; the norms follow the codes.  A key that is not finite gets the highest norm numbers.  Typed by the storage type of the keys.
+ * `norms` and `length` return the largest norm in each block and of x (infinity if a key was not finite): the caller raises the basis'
+ * last levels to them before the page is used. */
+typedef struct ekv_encode_args {
+    const ekv_basis *basis;
+    const float *center;       /* [dim rounded up to 32], zeros behind dim */
+    const void *const *keys;   /* [n] */
+    int n, slot;               /* the slots [slot, slot + n) of the page are written, others stay */
+    uint8_t *page;             /* [page slots / 16 rounded up][(codes + norms) / 2][16] */
+    float norms[EKV_SKETCH_NORMS], length; /* in and out: raised */
+} ekv_encode_args;
+
+/* lookup: sum[t] = sum over codes of table[code][its number], saturating at 65535, for `groups` groups of 16 tokens. */
+typedef struct ekv_lookup_args {
+    const uint8_t *low, *high;     /* [codes][16] the two bytes of the table's entries */
+    int codes;                     /* norms included; even */
+    const uint8_t *const *group;   /* [groups] each [codes / 2][16] */
+    int groups;
+    uint16_t *sum;                 /* [groups][16] */
+} ekv_lookup_args;
 
 /* The table of a backend's kernels. */
 typedef struct ekv_kernels {

@@ -168,11 +168,12 @@ static double list_max(const ekv_solve_args *a) {
     return bad ? (double)NAN : (double)m;
 }
 
-/* Drops the entries with d <= limit < 0; never the largest, though limit may vanish beside a huge z_max. */
+/* Drops the entries with d <= limit. */
 static void list_drop(ekv_solve_args *a, double z_max, double limit) {
     const double threshold = z_max + limit;
     float down = (float)threshold;
-    if ((double)down > threshold || (double)down >= z_max) down = nextafterf(down, -INFINITY);
+    if ((double)down > threshold) down = nextafterf(down, -INFINITY);
+    if (limit < 0.0 && !((double)down < z_max)) down = nextafterf((float)z_max, -INFINITY); /* |z_max| is huge: keep the largest */
     ekv_keep_args k = {a->z, a->token, 0, down, a->z, a->token, 0};
     int64_t kept = 0;
     for (int64_t i = 0; i < a->n; i += 1 << 30) { /* keep counts in int */
@@ -227,10 +228,10 @@ static double safeguarded(ekv_solve_args *a, double z_max, double beta, double l
             high = tau;
         double next = tau + (s0 - 1.0) / (beta * s1);
         if (!(next > low && next < high)) next = low + 0.5 * (high - low);
-        if (next == tau || next == low || next == high) break;
+        if (next == tau || !(next > low && next < high)) break;
         tau = next;
     }
-    return low;
+    return tau;
 }
 
 /* Step 2 for one entry near tau. */

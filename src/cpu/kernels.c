@@ -12,6 +12,7 @@
 #include "cpu/entmax.h"
 #include "cpu/page.h"
 #include "cpu/score.h"
+#include "cpu/sketch.h"
 #include "cpu/values.h"
 
 #define TYPED_FUNCTIONS(name, description)                                                 \

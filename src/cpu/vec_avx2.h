@@ -114,6 +114,38 @@ EKV_INLINE double vd_sum(vd a) {
     return _mm_cvtsd_f64(_mm_add_sd(y, _mm_unpackhi_pd(y, y)));
 }
 
+/* Sums of the 16-bit lanes in the order that unpacking leaves: v[0] holds tokens 0-7 and 16-23, v[1] 8-15 and 24-31. */
+typedef struct { __m256i v[2]; } vs;
+
+EKV_INLINE vs vs_zero(void) {
+    vs r = {{_mm256_setzero_si256(), _mm256_setzero_si256()}};
+    return r;
+}
+
+EKV_INLINE vs vs_add_entries(vs a, __m256i index, const uint8_t *low, const uint8_t *high) {
+    const __m256i l = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)low)), index);
+    const __m256i h = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)high)), index);
+    a.v[0] = _mm256_adds_epu16(a.v[0], _mm256_unpacklo_epi8(l, h));
+    a.v[1] = _mm256_adds_epu16(a.v[1], _mm256_unpackhi_epi8(l, h));
+    return a;
+}
+
+EKV_INLINE vs vs_add_lookup(vs a, const uint8_t *first, const uint8_t *second, const uint8_t *low, const uint8_t *high) {
+    const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)first)),
+                                                  _mm_loadu_si128((const __m128i *)second), 1);
+    const __m256i mask = _mm256_set1_epi8(15);
+    a = vs_add_entries(a, _mm256_and_si256(bytes, mask), low, high);
+    return vs_add_entries(a, _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask), low + 16, high + 16);
+}
+
+EKV_INLINE void vs_store(uint16_t *p, vs a, int n) {
+    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(a.v[0]));
+    _mm_storeu_si128((__m128i *)(p + 8), _mm256_castsi256_si128(a.v[1]));
+    if (n <= 16) return;
+    _mm_storeu_si128((__m128i *)(p + 16), _mm256_extracti128_si256(a.v[0], 1));
+    _mm_storeu_si128((__m128i *)(p + 24), _mm256_extracti128_si256(a.v[1], 1));
+}
+
 #if EKV_WITH_SLEEF
 EKV_INLINE vf vf_exp(vf a) { VF_EACH(Sleef_cinz_expf8_u10avx(a.v[i])); }
 EKV_INLINE vd vd_exp(vd a) { VD_EACH(Sleef_cinz_expd4_u10avx(a.v[i])); }

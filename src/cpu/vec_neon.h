@@ -116,6 +116,33 @@ EKV_INLINE double vd_sum(vd a) {
     return vgetq_lane_f64(z, 0) + vgetq_lane_f64(z, 1);
 }
 
+typedef struct { uint16x8_t v[4]; } vs; /* tokens in order */
+
+EKV_INLINE vs vs_zero(void) {
+    vs r = {{vdupq_n_u16(0), vdupq_n_u16(0), vdupq_n_u16(0), vdupq_n_u16(0)}};
+    return r;
+}
+
+/* The 16 tokens whose sums are a[0] and a[1]. */
+EKV_INLINE void vs_add_entries(uint16x8_t *a, uint8x16_t index, const uint8_t *low, const uint8_t *high) {
+    const uint8x16_t l = vqtbl1q_u8(vld1q_u8(low), index), h = vqtbl1q_u8(vld1q_u8(high), index);
+    a[0] = vqaddq_u16(a[0], vreinterpretq_u16_u8(vzip1q_u8(l, h)));
+    a[1] = vqaddq_u16(a[1], vreinterpretq_u16_u8(vzip2q_u8(l, h)));
+}
+
+EKV_INLINE vs vs_add_lookup(vs a, const uint8_t *first, const uint8_t *second, const uint8_t *low, const uint8_t *high) {
+    for (int half = 0; half < 2; half++) {
+        const uint8x16_t bytes = vld1q_u8(half ? second : first);
+        vs_add_entries(a.v + 2 * half, vandq_u8(bytes, vdupq_n_u8(15)), low, high);
+        vs_add_entries(a.v + 2 * half, vshrq_n_u8(bytes, 4), low + 16, high + 16);
+    }
+    return a;
+}
+
+EKV_INLINE void vs_store(uint16_t *p, vs a, int n) {
+    for (int i = 0; i < n / 8; i++) vst1q_u16(p + 8 * i, a.v[i]);
+}
+
 #if EKV_WITH_SLEEF
 EKV_INLINE vf vf_exp(vf a) { VF_EACH(Sleef_cinz_expf4_u10advsimdnofma(a.v[i])); }
 EKV_INLINE vd vd_exp(vd a) { VD_EACH(Sleef_cinz_expd2_u10advsimdnofma(a.v[i])); }

@@ -117,6 +117,30 @@ EKV_INLINE double vd_sum(vd a) {
     return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
+typedef struct { uint16_t v[32]; } vs;
+
+EKV_INLINE vs vs_zero(void) {
+    vs r = {{0}};
+    return r;
+}
+
+/* Adds, saturating at 65535, two table entries to each lane: byte i of `first` (lanes 0 to 15) or `second` (16 to 31) holds two
+ * 4-bit numbers, the low half for the table at low[0..15] and high[0..15] (its entries' two bytes), the high half for the table
+ * 16 bytes further. */
+EKV_INLINE vs vs_add_lookup(vs a, const uint8_t *first, const uint8_t *second, const uint8_t *low, const uint8_t *high) {
+    for (int i = 0; i < 32; i++) {
+        const uint8_t byte = i < 16 ? first[i] : second[i - 16];
+        const unsigned x = byte & 15u, y = 16u + (byte >> 4);
+        uint32_t sum = a.v[i] + (uint32_t)(low[x] | high[x] << 8);
+        sum = sum > 65535u ? 65535u : sum;
+        sum += (uint32_t)(low[y] | high[y] << 8);
+        a.v[i] = (uint16_t)(sum > 65535u ? 65535u : sum);
+    }
+    return a;
+}
+/* The first n lanes, n = 16 or 32. */
+EKV_INLINE void vs_store(uint16_t *p, vs a, int n) { memcpy(p, a.v, (size_t)n * sizeof(uint16_t)); }
+
 #if EKV_WITH_SLEEF
 EKV_INLINE vf vf_exp(vf a) { VF_EACH(Sleef_cinz_expf1_u10purec(a.v[i])); }
 EKV_INLINE vd vd_exp(vd a) { VD_EACH(Sleef_cinz_expd1_u10purec(a.v[i])); }

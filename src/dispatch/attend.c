@@ -30,19 +30,6 @@ typedef struct scan_row {
     int32_t resolve_at;
 } scan_row;
 
-/* The largest float <= x. */
-static float round_down(double x) {
-    const float f = (float)x;
-    return (double)f > x ? nextafterf(f, -INFINITY) : f;
-}
-
-/* Scores up to this float cannot be in the support when tau is at least z_max + tau.  Never z_max itself, beside which tau vanishes if
- * it is huge. */
-static float threshold_of(float z_max, float tau) {
-    const float f = round_down((double)z_max + (double)tau - EKV_MARGIN);
-    return f < z_max ? f : nextafterf(z_max, -INFINITY);
-}
-
 static void scan_begin(const ekv_step *step, const ekv_item *item, ekv_row *row, int32_t span, scan_row *s) {
     const int64_t index = (int64_t)(row - item->row) * item->spans + span;
     s->row = row;
@@ -62,7 +49,7 @@ static void raise_threshold(const ekv_step *step, scan_row *s) {
     ekv_tau_lower_args lower = {s->list_z, s->part->count, s->part->z_max, s->row->power, 4, s->tau};
     step->kernels->tau_lower(&lower);
     s->tau = lower.tau;
-    s->threshold = threshold_of(s->part->z_max, s->tau);
+    s->threshold = ekv_threshold(s->part->z_max, (double)s->tau - EKV_MARGIN);
     ekv_keep_args keep = {s->list_z, s->list_token, s->part->count, s->threshold, s->list_z, s->list_token, 0};
     step->kernels->keep(&keep);
     s->part->count = keep.count;
@@ -77,9 +64,9 @@ static void scan_entmax(const ekv_step *step, scan_row *s, const tile *t, int n,
     s->part->count = keep.count;
     if (z_max > s->part->z_max) { /* the bound relative to the old maximum still holds in absolute terms */
         const double tau = (double)s->part->z_max + (double)s->tau - (double)z_max;
-        s->tau = tau > -1.0 ? round_down(tau) : -1.0f;
+        s->tau = tau > -1.0 ? ekv_round_down(tau) : -1.0f;
         s->part->z_max = z_max;
-        s->threshold = threshold_of(z_max, s->tau);
+        s->threshold = ekv_threshold(z_max, (double)s->tau - EKV_MARGIN);
     }
     if (s->part->count >= s->resolve_at) raise_threshold(step, s);
 }
@@ -197,7 +184,7 @@ static void merge_lists(const ekv_step *step, const ekv_item *item, ekv_row *row
     const ekv_part *part = &item->part[(int64_t)(row - item->row) * item->spans];
     float z_max = -INFINITY;
     for (int32_t s = 0; s < item->spans; s++) z_max = part[s].z_max > z_max ? part[s].z_max : z_max;
-    const float threshold = z_max > -INFINITY ? threshold_of(z_max, -1.0f) : -INFINITY;
+    const float threshold = z_max > -INFINITY ? ekv_threshold(z_max, -1.0 - EKV_MARGIN) : -INFINITY;
     int64_t count = 0;
     for (int32_t s = 0; s < item->spans; s++) {
         const size_t from = (size_t)s * EKV_SPAN;
@@ -222,22 +209,31 @@ static void finish_softmax(const ekv_item *item, ekv_row *row) {
 }
 
 void ekv_finish(const ekv_step *step, ekv_item *item, ekv_row *row) {
+    double skipped = 0.0;
     row->support = 0;
     row->list_count = 0;
     row->tau = -INFINITY;
     row->mass = row->error = NAN;
+    row->certified = false;
+    if (step->certified) {
+        for (int32_t t = 0; t < row->n; t++) row->read_tokens += item->read[t];
+        for (int32_t s = 0; s < item->spans; s++) skipped += item->part[(int64_t)(row - item->row) * item->spans + s].sum;
+    }
     if (row->read_tokens > 0) {
         if (row->softmax) {
             finish_softmax(item, row);
         } else {
-            merge_lists(step, item, row);
+            if (step->certified)
+                ekv_certify_list(item, row, true);
+            else
+                merge_lists(step, item, row);
             ekv_solve_args solve = {row->list_z, row->list_token, row->list_count, row->alpha, row->weight, 0, 0.0};
             step->kernels->solve(&solve);
             row->list_count = row->support = solve.support;
             row->tau = solve.tau;
         }
     }
-    if (step->p.report) ekv_bound_mass(step, item, row);
+    if (step->p.report) ekv_bound_mass(step, item, row, skipped);
 }
 
 /* ---- values ---- */
@@ -316,18 +312,38 @@ static int64_t union_support(const ekv_item *item) {
     return count;
 }
 
-static void write_report(const ekv_step *step, const ekv_item *item) {
+/* Policy certified learns what it read only while it reads. */
+static void count_certified(const ekv_step *step, ekv_item *item) {
+    for (int32_t s = 0; s < item->spans && item->use_sketch; s++)
+        item->bytes_sketch += item->part[s].count * (int64_t)step->index->sketch_bytes;
+    for (int32_t p = 0; p < item->pages; p++) {
+        int32_t any[EKV_ITEM_ROWS] = {0}, tokens = 0;
+        for (int32_t i = 0; i < ekv_page_tokens(step, item->n, p); i++) {
+            const int32_t token = p * step->kv.page_size + i;
+            if (!item->read[token]) continue;
+            tokens++;
+            for (int32_t r = 0; r < item->rows; r++) any[r] |= token < item->row[r].n;
+        }
+        item->read_tokens += tokens;
+        item->read_pages += tokens > 0;
+        for (int32_t r = 0; r < item->rows; r++) item->row[r].read_pages += any[r];
+    }
+}
+
+static void write_report(const ekv_step *step, ekv_item *item) {
+    if (step->certified) count_certified(step, item);
     const int64_t element = (int64_t)ekv_element_bytes(step->kv.dtype);
     for (int32_t r = 0; r < item->rows; r++) {
         const ekv_row *row = &item->row[r];
         ekv_report *report = &step->p.report[(int64_t)row->token * step->p.q_heads + row->head];
         *report = (ekv_report){.tau = row->tau, .mass_bound = row->mass, .error_bound = row->error, .support = row->support,
                                .tokens = row->read_tokens, .pages = row->read_pages,
-                               .certified = row->read_tokens == row->n || row->mass == 0.0};
+                               .certified = row->certified};
         if (r > 0) continue;
         report->group_pages = item->read_pages;
         report->total_pages = item->pages;
         report->bytes_statistics = item->bytes_statistics;
+        report->bytes_sketch = item->bytes_sketch;
         report->bytes_keys = item->read_tokens * step->kv.k_dim * element;
         report->bytes_values = union_support(item) * step->kv.v_dim * element;
         report->bytes_dense = (int64_t)item->n * (step->kv.k_dim + step->kv.v_dim) * element;

@@ -163,7 +163,7 @@ static void free_pages(ekv_cache *cache, int32_t sequence, int64_t keep) {
     const int32_t *table = cache->tables + sequence * cache->table_stride;
     while (cache->pages[sequence] > keep) {
         const int32_t block = table[--cache->pages[sequence]];
-        for (int32_t layer = 0; cache->indexes && layer < cache->shape.layers; layer++) cache->indexes[layer]->counts[block] = 0;
+        for (int32_t layer = 0; cache->indexes && layer < cache->shape.layers; layer++) ekv_index_forget(cache->indexes[layer], block);
         cache->free_blocks[cache->free_count++] = block;
     }
 }

@@ -33,7 +33,8 @@ static bool subject(int i, char *name, size_t size) {
 }
 
 static const ekv_family *find_family(const char *name) {
-    const ekv_family *const lists[] = {ekv_row_families, ekv_page_families, ekv_list_families, ekv_policy_families};
+    const ekv_family *const lists[] = {ekv_row_families, ekv_page_families, ekv_sketch_families, ekv_list_families,
+                                       ekv_policy_families};
     for (size_t i = 0; i < sizeof lists / sizeof lists[0]; i++)
         for (const ekv_family *f = lists[i]; f->name; f++)
             if (strcmp(f->name, name) == 0) return f;

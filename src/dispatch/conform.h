@@ -70,8 +70,9 @@ typedef struct ekv_family {
     ekv_axis axis[EKV_AXES]; /* up to the first without values; an axis "memory" sets the placement */
 } ekv_family;
 
-/* conform_rows.c, conform_pages.c, conform_lists.c, conform_policies.c */
-extern const ekv_family ekv_row_families[], ekv_page_families[], ekv_list_families[], ekv_policy_families[];
+/* conform_rows.c, conform_pages.c, conform_sketch.c, conform_lists.c, conform_policies.c */
+extern const ekv_family ekv_row_families[], ekv_page_families[], ekv_sketch_families[], ekv_list_families[],
+    ekv_policy_families[];
 
 /* ---- conform_memory.c ---- */
 

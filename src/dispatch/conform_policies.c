@@ -43,8 +43,8 @@ typedef struct problem {
     int32_t group, q_heads, queries[BATCH], lengths[BATCH], pages[BATCH], q_start[BATCH + 1];
     int32_t *table;
     int64_t table_stride, rows;
-    unsigned char *k, *v, *q, *out;
-    uint8_t *mask, *selected; /* [rows][table_stride] */
+    unsigned char *k, *v, *q, *out, *full; /* full: what policy full returns */
+    uint8_t *mask, *selected;              /* [rows][table_stride] */
     ekv_report *report;
     float *bounds, *mean, *deviation; /* [rows][table_stride] */
     bool last[64];                    /* per query token: it sees all of its sequence */
@@ -163,6 +163,7 @@ static bool make_memory(ekv_check *c, problem *p) {
     p->q = ekv_room_in(c, "q", tokens * s->q_token_stride - PAD, ekv_element_bytes(s->q_dtype));
     p->mask = ekv_room_in(c, "page_mask", p->rows * p->table_stride, 1);
     p->out = ekv_room_out(c, "out", tokens * s->out_token_stride - PAD, ekv_element_bytes(s->out_dtype));
+    p->full = ekv_room_out(c, "out of policy full", tokens * s->out_token_stride - PAD, ekv_element_bytes(s->out_dtype));
     p->report = ekv_room_out(c, "report", p->rows, sizeof *p->report);
     p->selected = ekv_room_out(c, "selected", p->rows * p->table_stride, 1);
     p->bounds = ekv_room_out(c, "page bounds", p->rows * p->table_stride, sizeof *p->bounds);
@@ -196,7 +197,8 @@ static void set_step(ekv_check *c, problem *p, ekv_policy policy, float *slopes)
     s->q_start = p->q_start;
     s->q = p->q;
     s->out = p->out;
-    s->alpha = alphas[c->value[AXIS_ALPHA] + (policy == EKV_POLICY_GAUSSIAN)]; /* gaussian has no softmax */
+    s->alpha =
+        alphas[c->value[AXIS_ALPHA] + (policy == EKV_POLICY_GAUSSIAN || policy == EKV_POLICY_CERTIFIED)]; /* no softmax there */
     s->scale = ekv_below(c, 2) ? 0.0f : 0.11f;
     for (int h = 0; h < p->q_heads; h++) slopes[h] = ekv_below(c, 3) ? (float)ekv_uniform(c, -0.02, 0.5) : 0.0f;
     s->slopes = c->value[AXIS_BIAS] && c->value[AXIS_CONTENT] != HUGE_SCORES ? slopes : NULL;
@@ -229,6 +231,7 @@ static bool make_index(ekv_check *c, problem *p) {
     params.v_dim = p->kv.v_dim;
     params.page_size = p->kv.page_size;
     params.blocks = p->kv.blocks;
+    if (p->kv.page_size % EKV_SKETCH_GROUP == 0) params.statistics |= EKV_STATISTICS_SKETCH;
     const size_t bytes = ekv_index_bytes(&params);
     /* The library wants 64-byte alignment, so that this memory cannot be placed like the others. */
     char *memory = ekv_scratch(c, bytes + 64);
@@ -500,8 +503,14 @@ static void check_report(ekv_check *c, const problem *p, const row *r) {
         if (isfinite(r->result.z[t])) top = fmax(top, fabs(r->result.z[t]));
     }
     const double error = c->value[AXIS_CONTENT] == HUGE_SCORES ? 16.0 * EKV_U * fmax(top, 1.0) : r->error;
-    ekv_expect(c, "report: tokens", r->number, (double)report->tokens, (double)tokens, 0.0);
-    ekv_expect(c, "report: pages", r->number, (double)report->pages, (double)pages, 0.0);
+    if (p->step.policy == EKV_POLICY_CERTIFIED) {
+        ekv_expect_in(c, "report: tokens", r->number, (double)report->tokens, r->n > 0, (double)tokens);
+        ekv_expect_in(c, "report: pages", r->number, (double)report->pages, r->n > 0, (double)pages);
+        ekv_expect_true(c, "report: certified", r->number, report->certified || isnan(r->result.tau));
+    } else {
+        ekv_expect(c, "report: tokens", r->number, (double)report->tokens, (double)tokens, 0.0);
+        ekv_expect(c, "report: pages", r->number, (double)report->pages, (double)pages, 0.0);
+    }
     ekv_expect(c, "report: tau", r->number, report->tau, r->result.tau, error);
     if (!isfinite(r->result.tau)) return;
     for (int32_t t = 0; t < r->n; t++) {
@@ -545,12 +554,39 @@ static int64_t row_step(const problem *p) {
     return p->rows <= rows ? 1 : p->rows / rows | 1;
 }
 
+/* What the policy reads, asked of the backend; all pages for policy certified. */
+static bool select_pages(ekv_check *c, problem *p) {
+    if (p->step.policy != EKV_POLICY_CERTIFIED)
+        return succeeded(c, ekv_select_pages(c->context, &p->step, p->selected, p->table_stride));
+    for (int64_t number = 0; number < p->rows; number++) {
+        row r;
+        describe_row(p, number, &r);
+        memset(p->selected + number * p->table_stride, 1, (size_t)r.pages);
+    }
+    return true;
+}
+
+/* The same step by policy full gives the same bits. */
+static void check_against_full(ekv_check *c, problem *p) {
+    const size_t e = ekv_element_bytes(p->step.out_dtype),
+                 bytes = (size_t)(p->q_start[BATCH] * p->step.out_token_stride - PAD) * e;
+    ekv_decode_params full = p->step;
+    full.policy = EKV_POLICY_FULL;
+    full.out = p->full;
+    full.report = NULL;
+    if (!succeeded(c, ekv_decode(c->context, &full))) return;
+    for (size_t i = 0; i < bytes; i += e)
+        if (memcmp(p->out + i, p->full + i, e) != 0)
+            ekv_expect(c, "out of policy certified, against that of policy full", (int64_t)(i / e),
+                       ekv_reference_load(p->step.out_dtype, p->out + i, 0),
+                       ekv_reference_load(p->step.out_dtype, p->full + i, 0), 0.0);
+}
+
 static void check_step(ekv_check *c, problem *p) {
     row rows[CHECKED_ROWS * 2];
     int n = 0;
     ekv_decode_params *s = &p->step;
-    if (!succeeded(c, ekv_select_pages(c->context, s, p->selected, p->table_stride)) ||
-        !succeeded(c, ekv_page_bounds(c->context, s, p->bounds, p->table_stride)) ||
+    if (!select_pages(c, p) || !succeeded(c, ekv_page_bounds(c->context, s, p->bounds, p->table_stride)) ||
         !succeeded(c, ekv_page_moments(c->context, s, p->mean, p->deviation, p->table_stride)))
         return;
     for (int64_t number = ekv_below(c, (int)row_step(p)); number < p->rows && n < CHECKED_ROWS * 2;
@@ -566,6 +602,7 @@ static void check_step(ekv_check *c, problem *p) {
         check_output(c, p, &rows[i]);
         check_report(c, p, &rows[i]);
     }
+    if (s->policy == EKV_POLICY_CERTIFIED && !c->failed) check_against_full(c, p);
 }
 
 static void check_policy(ekv_check *c, ekv_policy policy) {
@@ -592,6 +629,7 @@ static void check_full(ekv_check *c) { check_policy(c, EKV_POLICY_FULL); }
 static void check_topk_policy(ekv_check *c) { check_policy(c, EKV_POLICY_TOPK); }
 static void check_gaussian_policy(ekv_check *c) { check_policy(c, EKV_POLICY_GAUSSIAN); }
 static void check_pages(ekv_check *c) { check_policy(c, EKV_POLICY_PAGES); }
+static void check_certified(ekv_check *c) { check_policy(c, EKV_POLICY_CERTIFIED); }
 
 #define POLICY_AXES(alpha_axis)                                                                                                \
   {                                                                                                                            \
@@ -607,4 +645,5 @@ const ekv_family ekv_policy_families[] = {{"policy-full", 130, check_full, POLIC
                                           {"policy-topk", 130, check_topk_policy, POLICY_AXES(ALL_ALPHAS)},
                                           {"policy-gaussian", 130, check_gaussian_policy, POLICY_AXES(ENTMAX_ALPHAS)},
                                           {"policy-pages", 130, check_pages, POLICY_AXES(ALL_ALPHAS)},
+                                          {"policy-certified", 130, check_certified, POLICY_AXES(ENTMAX_ALPHAS)},
                                           {0}};

@@ -29,7 +29,7 @@ const char *ekv_dtype_name(ekv_dtype dtype) {
 }
 
 const char *ekv_policy_name(ekv_policy policy) {
-    static const char *const names[] = {"full", "topk", "gaussian", "pages"};
+    static const char *const names[] = {"full", "topk", "gaussian", "pages", "certified"};
     return (int)policy >= 0 && (size_t)policy < sizeof names / sizeof names[0] ? names[policy] : "?";
 }
 

@@ -43,20 +43,26 @@ static void place_item(const ekv_step *step, ekv_item *item, ekv_arena *arena) {
     item->part = ekv_take(arena, rows * (size_t)item->spans, sizeof *item->part);
     item->values = ekv_take(arena, rows * (size_t)item->spans * ekv_padded(step->kv.v_dim), sizeof(float));
     item->count = ekv_take(arena, step->moments ? pages : 0, sizeof(float));
+    item->read = ekv_take(arena, step->certified ? (size_t)item->n + 8 : 0, 1);
+    item->looked = ekv_take(arena, step->certified ? pages : 0, 1);
     item->seen = ekv_take(arena, step->p.report ? (size_t)item->n / 64 + 1 : 0, sizeof(uint64_t));
     for (size_t r = 0; r < rows; r++) {
         ekv_row row = {0};
         row.q = ekv_take(arena, ekv_padded(step->kv.k_dim), sizeof(float));
         row.selected = ekv_take(arena, step->sparse ? pages : 0, 1);
-        row.bound = ekv_take(arena, step->bounds ? pages : 0, sizeof(float));
+        row.bound = ekv_take(arena, step->bounds || step->certified ? pages : 0, sizeof(float));
+        const bool sketch = step->certified && step->index && step->index->codes;
+        row.table = ekv_take(arena, sketch ? 1 : 0, sizeof *row.table);
+        row.center = ekv_take(arena, sketch ? (size_t)ekv_ceil_div(item->pages, step->index->stretch) : 0, sizeof *row.center);
         row.mean = ekv_take(arena, step->moments ? pages : 0, sizeof(float));
         row.deviation = ekv_take(arena, step->moments ? pages : 0, sizeof(float));
         row.list_z = ekv_take(arena, list, sizeof(float));
-        row.list_token = ekv_take(arena, list, sizeof(int32_t));
+        row.list_token = ekv_take(arena, list + EKV_MAX_PAGE_SIZE, sizeof(int32_t)); /* `lookup` fills whole groups */
         row.weight = ekv_take(arena, list, sizeof(float));
         if (!arena->base) continue;
         if (!step->sparse) row.selected = NULL;
-        if (!step->bounds) row.bound = NULL;
+        if (!step->bounds && !step->certified) row.bound = NULL;
+        row.sum = (uint16_t *)row.list_token;
         if (!step->moments) row.mean = row.deviation = NULL;
         if (!list) row.list_z = row.weight = NULL, row.list_token = NULL;
         item->row[r] = row;
@@ -187,6 +193,27 @@ static void stage_prepare(void *arg, int64_t i) {
     prepare(r->step, &r->items[i]);
 }
 
+static void stage_sketch(void *arg, int64_t i) {
+    const run *r = arg;
+    int64_t span;
+    ekv_item *item = item_of(r, r->first_span, i, &span);
+    ekv_certify_sketch(r->step, item, (int32_t)span);
+}
+
+static void stage_raise(void *arg, int64_t i) {
+    const run *r = arg;
+    int64_t row;
+    ekv_item *item = item_of(r, r->first_row, i, &row);
+    ekv_certify_raise(r->step, item, &item->row[row]);
+}
+
+static void stage_sweep(void *arg, int64_t i) {
+    const run *r = arg;
+    int64_t span;
+    ekv_item *item = item_of(r, r->first_span, i, &span);
+    ekv_certify_sweep(r->step, item, (int32_t)span);
+}
+
 static void stage_scan(void *arg, int64_t i) {
     const run *r = arg;
     int64_t span;
@@ -221,7 +248,13 @@ static void whole_item(void *arg, int64_t i) {
     ekv_item item = r->items[i];
     place_item(r->step, &item, &arena);
     prepare(r->step, &item);
-    for (int32_t span = 0; span < item.spans; span++) ekv_scan(r->step, &item, span);
+    if (r->step->certified) {
+        for (int32_t span = 0; span < item.spans; span++) ekv_certify_sketch(r->step, &item, span);
+        for (int32_t row = 0; row < item.rows; row++) ekv_certify_raise(r->step, &item, &item.row[row]);
+        for (int32_t span = 0; span < item.spans; span++) ekv_certify_sweep(r->step, &item, span);
+    } else {
+        for (int32_t span = 0; span < item.spans; span++) ekv_scan(r->step, &item, span);
+    }
     for (int32_t row = 0; row < item.rows; row++) ekv_finish(r->step, &item, &item.row[row]);
     if (r->step->lists)
         for (int32_t span = 0; span < item.spans; span++) ekv_values(r->step, &item, span);
@@ -256,7 +289,13 @@ static ekv_status begin(ekv_context *context, ekv_step *step, run *r) {
 
 static void run_stages(ekv_context *context, run *r) {
     ekv_parallel(context, r->plan.items, stage_prepare, r);
-    ekv_parallel(context, r->plan.spans, stage_scan, r);
+    if (r->step->certified) {
+        ekv_parallel(context, r->plan.spans, stage_sketch, r);
+        ekv_parallel(context, r->plan.rows, stage_raise, r);
+        ekv_parallel(context, r->plan.spans, stage_sweep, r);
+    } else {
+        ekv_parallel(context, r->plan.spans, stage_scan, r);
+    }
     ekv_parallel(context, r->plan.rows, stage_finish, r);
     if (r->step->lists) ekv_parallel(context, r->plan.spans, stage_values, r);
     ekv_parallel(context, r->plan.items, stage_output, r);

@@ -10,7 +10,7 @@
 
 #include <string.h>
 
-#define ALL_STATISTICS (EKV_STATISTICS_BOX | EKV_STATISTICS_GAUSSIAN | EKV_STATISTICS_NORMS)
+#define ALL_STATISTICS (EKV_STATISTICS_BOX | EKV_STATISTICS_GAUSSIAN | EKV_STATISTICS_NORMS | EKV_STATISTICS_SKETCH)
 
 /* Lays the arrays out in index->memory, or with NULL memory only measures. */
 static size_t lay_out(ekv_index *index) {
@@ -23,6 +23,8 @@ static size_t lay_out(ekv_index *index) {
     index->moments = ekv_take(&arena, pages, index->moments_bytes);
     index->norms = ekv_take(&arena, pages, s->statistics & EKV_STATISTICS_NORMS ? 2 * sizeof(float) : 0);
     index->counts = ekv_take(&arena, (size_t)s->blocks, sizeof *index->counts);
+    ekv_sketch_lay_out(index, &arena);
+    if (!(s->statistics & EKV_STATISTICS_NORMS)) index->norms = NULL;
     return arena.used;
 }
 
@@ -38,6 +40,9 @@ static ekv_status check_params(ekv_context *context, const ekv_index_params *s) 
     CHECK(s->blocks >= 1 && s->blocks <= INT32_MAX, "params->blocks is %lld, not in 1..2^31-1", (long long)s->blocks);
     CHECK(!(s->statistics & ~(uint32_t)ALL_STATISTICS), "params->statistics is 0x%x: unknown flags", (unsigned)s->statistics);
 #undef CHECK
+    if (s->statistics & EKV_STATISTICS_SKETCH && s->page_size % EKV_SKETCH_GROUP)
+        return ekv_fail(context, EKV_ERROR_UNSUPPORTED, "params->page_size is %d: SKETCH statistics need a multiple of %d",
+                        (int)s->page_size, EKV_SKETCH_GROUP);
     return EKV_OK;
 }
 
@@ -72,6 +77,7 @@ ekv_status ekv_index_create(ekv_context *context, const ekv_index_params *params
     }
     lay_out(index);
     memset(index->counts, 0, (size_t)shape.blocks * sizeof *index->counts);
+    ekv_sketch_clear(index);
     *out = index;
     return EKV_OK;
 }
@@ -103,6 +109,11 @@ typedef struct update {
     const int32_t *block_table;
     int64_t first_page, pages, length;
 } update;
+
+void ekv_index_forget(ekv_index *index, int64_t block) {
+    index->counts[block] = 0;
+    if (index->codes) index->sketched[block] = 0;
+}
 
 static int64_t block_of(const int32_t *table, int64_t page) { return table ? table[page] : page; }
 
@@ -148,6 +159,7 @@ void ekv_index_rebuild(ekv_context *context, ekv_index *index, const ekv_kv *kv,
     ekv_parallel(context, u.pages * kv->kv_heads, build_page, &u);
     for (int64_t page = first_page; page < first_page + u.pages; page++)
         index->counts[block_of(block_table, page)] = (uint16_t)ekv_min64(kv->page_size, length - page * kv->page_size);
+    ekv_sketch_update(context, index, kernels, kv, block_table, first, count, length);
 }
 
 /* Checks the range of tokens and the blocks that hold it. */
@@ -191,6 +203,6 @@ ekv_status ekv_index_invalidate(ekv_context *context, ekv_index *index, const in
     if (status != EKV_OK || count == 0) return status;
     const int64_t page_size = index->shape.page_size;
     for (int64_t page = first / page_size; page <= (first + count - 1) / page_size; page++)
-        index->counts[block_of(block_table, page)] = 0;
+        ekv_index_forget(index, block_of(block_table, page));
     return EKV_OK;
 }

@@ -56,6 +56,17 @@ struct ekv_index {
     char *boxes, *moments;           /* [kv_heads][blocks] */
     float *norms;                    /* [kv_heads][blocks][2]: keys, values */
     uint16_t *counts;                /* [blocks] tokens that the statistics cover; 0: unknown page */
+    /* The sketch, see sketch.c. */
+    int32_t codes;        /* per key, without the norms; 0: no sketch is kept */
+    int64_t stretch;      /* pages that share a center */
+    size_t sketch_bytes;  /* of a page and head */
+    uint8_t *sketches;    /* [kv_heads][blocks] */
+    ekv_basis *bases;     /* [kv_heads] */
+    float *rows;          /* [kv_heads][EKV_SKETCH_AXES][k_dim padded] */
+    float *centers;       /* [kv_heads][stretches][k_dim padded] */
+    uint8_t *centered;    /* [stretches] 1: its centers are known */
+    uint16_t *sketched;   /* [blocks] tokens that are sketched */
+    int32_t *stretch_of;  /* [blocks] whose center they refer to */
 };
 
 struct ekv_cache {
@@ -134,8 +145,20 @@ void ekv_faults_begin(void);
 void ekv_faults_end(void);
 const char *ekv_catch_fault(void (*call)(void *arg), void *arg, const void **address);
 
+/* ---- sketch.c ---- */
+
+/* Takes the sketch's arrays from the arena that lays out an index (or measures). */
+void ekv_sketch_lay_out(ekv_index *index, ekv_arena *arena);
+/* No basis, no centers, nothing sketched. */
+void ekv_sketch_clear(ekv_index *index);
+/* Sketches tokens [first, first + count) of a sequence of `length` tokens, first finding the basis if it is time to. */
+void ekv_sketch_update(ekv_context *context, ekv_index *index, const ekv_kernels *kernels, const ekv_kv *kv, const int32_t *block_table,
+                       int64_t first, int64_t count, int64_t length);
+
 /* ---- index.c ---- */
 
+static inline size_t ekv_padded(int32_t dim) { return ((size_t)dim + 31) / 32 * 32; }
+static inline int64_t ekv_index_stretches(const ekv_index *index) { return index->shape.blocks / index->stretch + 1; }
 static inline const void *ekv_index_box(const ekv_index *index, int head, int64_t block) {
     return index->boxes + (size_t)(head * index->shape.blocks + block) * index->box_bytes;
 }
@@ -148,9 +171,18 @@ static inline const float *ekv_index_norms(const ekv_index *index, int head, int
 /* EKV_ERROR_INVALID_ARGUMENT if the index was made for another shape than kv's, or if kv itself is wrong. */
 ekv_status ekv_check_index(ekv_context *context, const ekv_index *index, const ekv_kv *kv);
 ekv_status ekv_check_kv(ekv_context *context, const ekv_kv *kv); /* decode.c */
+/* From now on the block's page is unknown. */
+void ekv_index_forget(ekv_index *index, int64_t block);
 /* ekv_index_update for arguments that are known to be right. */
 void ekv_index_rebuild(ekv_context *context, ekv_index *index, const ekv_kv *kv, const int32_t *block_table, int64_t first,
                        int64_t count, int64_t length);
+static inline const float *ekv_index_center(const ekv_index *index, int head, int64_t stretch) {
+    const int64_t stretches = ekv_index_stretches(index);
+    return index->centers + (size_t)(head * stretches + stretch) * ekv_padded(index->shape.k_dim);
+}
+static inline const uint8_t *ekv_index_sketch(const ekv_index *index, int head, int64_t block) {
+    return index->sketches + (size_t)(head * index->shape.blocks + block) * index->sketch_bytes;
+}
 static inline ekv_dtype ekv_moments_dtype(ekv_dtype dtype) { return dtype == EKV_F16 ? EKV_F16 : EKV_F32; }
 
 /* ---- shared by several files ---- */

@@ -46,6 +46,17 @@ void ekv_page_bounds_of(const ekv_step *step, ekv_item *item, ekv_row *row) {
     }
 }
 
+float ekv_page_bound_of(const ekv_step *step, const ekv_item *item, const ekv_row *row, int64_t page) {
+    const void *box = ekv_index_box(step->index, item->head, ekv_block(item, page));
+    int32_t first, last;
+    float bound;
+    if (!known(step, item, row, page)) return INFINITY;
+    page_ends(step, row, page, 1, &first, &last);
+    ekv_bound_args a = {row->q, row->slope, row->q_token, &box, &first, &last, 1, step->kv.k_dim, &bound};
+    step->kernels->bound[step->kv.dtype](&a);
+    return bound;
+}
+
 void ekv_page_moments_of(const ekv_step *step, ekv_item *item, ekv_row *row) {
     for (int64_t page = 0; page < row->pages; page += PAGE_BATCH) {
         const int n = (int)ekv_min64(PAGE_BATCH, row->pages - page);
@@ -301,7 +312,7 @@ void ekv_select(const ekv_step *step, ekv_item *item) {
         if (row->pages == 0) continue;
         if (step->bounds) ekv_page_bounds_of(step, item, row);
         if (step->moments) ekv_page_moments_of(step, item, row);
-        if (!step->sparse) continue;
+        if (!step->sparse || step->certified) continue;
         if (step->p.policy == EKV_POLICY_PAGES) {
             select_mask(step, row);
             continue;
@@ -311,6 +322,10 @@ void ekv_select(const ekv_step *step, ekv_item *item) {
             select_topk(step, row);
         else
             select_gaussian(step, item, row);
+    }
+    if (step->certified) {
+        ekv_certify_begin(step, item);
+        return;
     }
     count_reads(step, item);
     /* report_mass with a policy other than topk reads the boxes of the unread pages only, but looks at all here: count as read

@@ -8,6 +8,7 @@
  *      finish    per row           tau, support, weights, E
  *      values    per item, span    weighted sums of the support's values
  *      output    per item          adds the spans, writes output and report
+ * (policy certified: certified.c has three stages more.)
  * A span is EKV_SPAN tokens, fixed, so that partial sums do not depend on the number of threads.  With many items a task runs all
  * stages of one item; with few, each stage is a loop over all items and spans.  The results are the same bits.
  */
@@ -31,10 +32,17 @@ typedef struct ekv_step {
     bool sparse;             /* the policy selects pages */
     bool bounds;             /* page bounds are needed: topk or report_mass */
     bool moments;            /* page moments are needed: gaussian */
+    bool certified;
     bool lists;              /* some head has alpha > 1 */
     bool by_stages;          /* never run whole items as tasks */
     float *zeta;       /* [page_size + 1] Phi^-1(quantile^(1/n)), gaussian */
 } ekv_step;
+
+/* A row's look-up table for sketches: bound = base + center of the stretch + step * sum of the entries. */
+typedef struct ekv_table {
+    uint8_t low[(EKV_SKETCH_CODES + EKV_SKETCH_NORMS) * 16], high[(EKV_SKETCH_CODES + EKV_SKETCH_NORMS) * 16];
+    double base, step;
+} ekv_table;
 
 /* One row of an item. */
 typedef struct ekv_row {
@@ -51,8 +59,14 @@ typedef struct ekv_row {
     uint8_t *selected;     /* [pages] or NULL: all */
     float *bound;          /* [pages] z units, or NULL */
     float *mean, *deviation;
+    /* certified */
+    float cut;             /* no token with z <= cut is in the support */
+    ekv_table *table;
+    double *center;        /* [stretches] bounds from each center, slack included */
+    uint16_t *sum;         /* [n] sums of table entries; in list_token's memory */
     /* results */
     double tau, mass, error;
+    bool certified;        /* nothing unread can be in the support */
     int64_t support, read_tokens, read_pages;
     int64_t list_count;    /* support list in list_z, list_token, weight */
     float *list_z;
@@ -78,7 +92,10 @@ typedef struct ekv_item {
     float *values;            /* [rows][spans][v_dim rounded up to 32] */
     float *count;             /* [pages] scratch of selection: tokens per page */
     uint64_t *seen;           /* [n / 64 + 1] union of supports, for the report's bytes */
-    int64_t bytes_statistics, read_tokens, read_pages;
+    uint8_t *read;            /* certified: [n + 8] 1: the token's score stands in row->weight */
+    uint8_t *looked;          /* certified: [pages] 1: the page's sketch was read */
+    bool use_sketch;
+    int64_t bytes_statistics, bytes_sketch, read_tokens, read_pages;
 } ekv_item;
 
 static inline int64_t ekv_block(const ekv_item *item, int64_t page) {
@@ -90,12 +107,11 @@ static inline int32_t ekv_page_tokens(const ekv_step *step, int32_t n, int64_t p
     return (int32_t)ekv_min64(step->kv.page_size, n - page * step->kv.page_size);
 }
 
-static inline size_t ekv_padded(int32_t dim) { return ((size_t)dim + 31) / 32 * 32; }
-
 /* select.c */
 void ekv_page_bounds_of(const ekv_step *step, ekv_item *item, ekv_row *row);
 void ekv_page_moments_of(const ekv_step *step, ekv_item *item, ekv_row *row);
 void ekv_select(const ekv_step *step, ekv_item *item);
+float ekv_page_bound_of(const ekv_step *step, const ekv_item *item, const ekv_row *row, int64_t page); /* from its box */
 /* The quantile function of the standard normal distribution, 0 < p < 1. */
 double ekv_normal_quantile(double p);
 
@@ -105,8 +121,15 @@ void ekv_finish(const ekv_step *step, ekv_item *item, ekv_row *row);
 void ekv_values(const ekv_step *step, ekv_item *item, int32_t span);
 void ekv_output(const ekv_step *step, ekv_item *item);
 
+/* certified.c */
+void ekv_certify_begin(const ekv_step *step, ekv_item *item);
+void ekv_certify_sketch(const ekv_step *step, ekv_item *item, int32_t span);
+void ekv_certify_raise(const ekv_step *step, ekv_item *item, ekv_row *row);
+void ekv_certify_sweep(const ekv_step *step, ekv_item *item, int32_t span);
+void ekv_certify_list(const ekv_item *item, ekv_row *row, bool tokens);
+
 /* mass.c */
-void ekv_bound_mass(const ekv_step *step, const ekv_item *item, ekv_row *row);
+void ekv_bound_mass(const ekv_step *step, const ekv_item *item, ekv_row *row, double skipped);
 
 /* validate.c */
 ekv_status ekv_validate(ekv_context *context, const ekv_decode_params *params, ekv_step *step);
@@ -124,6 +147,11 @@ ekv_status ekv_reference_query(const ekv_step *step, const ekv_item *items, int6
                                uint8_t *selected, int64_t stride);
 ekv_status ekv_reference_transform(ekv_context *context, double alpha, const float *scores, int64_t n, float *weights, double *tau,
                                    int64_t *support);
+
+/* The largest float <= x. */
+float ekv_round_down(double x);
+/* The same for z_max + offset, offset < 0, but always below z_max. */
+float ekv_threshold(float z_max, double offset);
 
 /* math.c: scalar functions with the same bits on every machine (SLEEF), or libm's. */
 double ekv_exp(double x);

@@ -19,23 +19,32 @@ typedef struct transform {
     int64_t support;
 } transform;
 
+/* Largest score; NaN if there is one. */
+static float largest(const transform *t) {
+    float top = -INFINITY;
+    for (int64_t i = 0; i < t->n; i++) top = t->scores[i] > top || isnan(t->scores[i]) ? t->scores[i] : top;
+    return top;
+}
+
+/* Works with distances from the largest score, so that a common offset of the scores costs no precision. */
 static void entmax(transform *t) {
     ekv_solve_args solve = {t->z, t->token, t->n, t->alpha, t->weight, 0, 0.0};
+    const float top = largest(t);
+    const double origin = top > -INFINITY && top < INFINITY ? (double)top : 0.0;
     for (int64_t i = 0; i < t->n; i++) {
-        t->z[i] = (float)((t->alpha - 1.0) * (double)t->scores[i]);
+        t->z[i] = (float)((t->alpha - 1.0) * ((double)t->scores[i] - origin));
         t->token[i] = (int32_t)i;
     }
     t->kernels->solve(&solve);
-    t->tau = solve.tau;
+    t->tau = (t->alpha - 1.0) * origin + solve.tau;
     t->support = solve.support;
     for (int64_t i = 0; i < t->n; i++) t->weights[i] = isnan(solve.tau) ? NAN : 0.0f;
     for (int64_t i = 0; i < solve.support; i++) t->weights[t->token[i]] = t->weight[i];
 }
 
 static void softmax(transform *t) {
-    float z_max = -INFINITY;
+    const float z_max = largest(t);
     double total = 0.0;
-    for (int64_t i = 0; i < t->n; i++) z_max = t->scores[i] > z_max || isnan(t->scores[i]) ? t->scores[i] : z_max;
     t->support = 0;
     t->tau = -INFINITY;
     if (z_max == -INFINITY) {

@@ -39,7 +39,7 @@ static ekv_status check_maths(ekv_context *context, const ekv_decode_params *p) 
 static ekv_status check_policy(ekv_context *context, const ekv_step *step) {
     const ekv_decode_params *p = &step->p;
     const uint32_t have = step->index ? step->index->shape.statistics : 0;
-    VALID(p->policy >= EKV_POLICY_FULL && p->policy <= EKV_POLICY_PAGES, "policy is %d, not an ekv_policy", (int)p->policy);
+    VALID(p->policy >= EKV_POLICY_FULL && p->policy <= EKV_POLICY_CERTIFIED, "policy is %d, not an ekv_policy", (int)p->policy);
     VALID(p->first_pages >= 0, "first_pages is %d, below 0", (int)p->first_pages);
     VALID(p->recent_tokens >= 0, "recent_tokens is %d, below 0", (int)p->recent_tokens);
     VALID(!step->bounds || have & EKV_STATISTICS_BOX, "index has no BOX statistics, which %s needs",
@@ -47,6 +47,11 @@ static ekv_status check_policy(ekv_context *context, const ekv_step *step) {
     VALID(!step->moments || have & EKV_STATISTICS_GAUSSIAN, "index has no GAUSSIAN statistics, which policy gaussian needs");
     VALID(p->policy != EKV_POLICY_TOPK || p->budget >= 0, "budget is %lld, below 0", ll(p->budget));
     VALID(p->policy != EKV_POLICY_PAGES || p->page_mask, "page_mask is NULL, which policy pages needs");
+    VALID(p->policy != EKV_POLICY_CERTIFIED || (p->max_mass >= 0.0 && p->max_mass < 1.0), "max_mass is %g, not in [0, 1)", p->max_mass);
+    for (int32_t h = 0; h < p->q_heads && (p->policy == EKV_POLICY_GAUSSIAN || p->policy == EKV_POLICY_CERTIFIED); h++)
+        if (ekv_alpha_of(p, h) < EKV_SOFTMAX_BELOW)
+            return ekv_fail(context, EKV_ERROR_UNSUPPORTED, "alpha is %g for head %d: policy %s needs alpha > 1, since softmax gives "
+                            "every token some mass and has no threshold", ekv_alpha_of(p, h), (int)h, ekv_policy_name(p->policy));
     if (p->policy != EKV_POLICY_GAUSSIAN) return EKV_OK;
     VALID(p->gaussian_model >= EKV_GAUSSIAN_AUTO && p->gaussian_model <= EKV_GAUSSIAN_MIXTURE,
           "gaussian_model is %d, not an ekv_gaussian_model", (int)p->gaussian_model);
@@ -54,10 +59,6 @@ static ekv_status check_policy(ekv_context *context, const ekv_step *step) {
     VALID(p->margin_sigma >= 0.0 && p->margin_sigma < (double)INFINITY, "margin_sigma is %g, not a finite number >= 0", p->margin_sigma);
     VALID(p->margin_fraction >= 0.0 && p->margin_fraction < (double)INFINITY, "margin_fraction is %g, not a finite number >= 0",
           p->margin_fraction);
-    for (int32_t h = 0; h < p->q_heads; h++)
-        if (ekv_alpha_of(p, h) < EKV_SOFTMAX_BELOW)
-            return ekv_fail(context, EKV_ERROR_UNSUPPORTED, "alpha is %g for head %d: policy gaussian needs alpha > 1, since softmax "
-                            "has no threshold to select by", ekv_alpha_of(p, h), (int)h);
     return EKV_OK;
 }
 
@@ -132,7 +133,8 @@ ekv_status ekv_validate(ekv_context *context, const ekv_decode_params *params, e
     VALID(ekv_dtype_valid(p->out_dtype), "out_dtype is %d, not an ekv_dtype", (int)p->out_dtype);
     VALID(!p->q_start || p->q_start[0] == 0, "q_start[0] is %d, not 0", (int)p->q_start[0]);
     step->group = p->q_heads / step->kv.kv_heads;
-    step->sparse = p->policy != EKV_POLICY_FULL;
+    step->certified = p->policy == EKV_POLICY_CERTIFIED && context->kernels;
+    step->sparse = p->policy != EKV_POLICY_FULL && p->policy != EKV_POLICY_CERTIFIED;
     step->bounds = p->policy == EKV_POLICY_TOPK || (p->report_mass && p->report && step->sparse);
     step->moments = p->policy == EKV_POLICY_GAUSSIAN;
     status = check_maths(context, p);

@@ -1,0 +1,545 @@
+/*
+ * Policy certified: the output of `full`, from as few bytes as bounds allow.
+ *
+ * Any token whose upper bound lies at or below tau of the tokens read so far is outside the support: tau of a subset never exceeds tau.
+ * Coarse bounds come first and each finer level only where it pays, which is decided within the step from a fixed sample of tokens:
+ *      norms    |q| times the largest key norm of a page, plus ALiBi at the page's best token: rules out most of an ALiBi head
+ *      boxes    per-dimension minimum and maximum of a page
+ *      sketch   a bound for each token (sketch.c)
+ *      keys     of whatever remains
+ * Stages of an item: begin (norms, the newest pages and a sample of tokens read, decisions), sketch (per span: bounds of all tokens,
+ * the best few read), raise (tau from all that was read), sweep (per span: every token read that is still above tau), and then finish,
+ * values and output as for every policy.  Scores that were read stand in row->weight[token], marked in item->read.
+ *
+ * SPDX-License-Identifier: Apache-2.0
+ */
+#include "dispatch/step.h"
+
+#include <math.h>
+#include <string.h>
+
+#define NEWEST_PAGES 4     /* read before anything else, with the first page */
+#define SAMPLE 128         /* tokens that decisions are made from */
+#define LEAST_TOKENS 1024  /* fewer remaining tokens are read without further ado */
+#define PAYS 1.25          /* bytes that a level must save for each byte that it costs */
+#define BEST_SHARE 64      /* one in so many tokens of a span is read for its bound alone */
+#define RUN_GROUPS 64      /* sketch groups in one look-up */
+
+/* ---- scores ---- */
+
+/* Scores up to EKV_TILE tokens, in any order, for all rows of the item. */
+static void read_tokens(const ekv_step *step, ekv_item *item, const int32_t *tokens, int n) {
+    const int32_t page_size = step->kv.page_size;
+    float z[EKV_ITEM_ROWS * EKV_TILE], slope[EKV_ITEM_ROWS];
+    const float *q[EKV_ITEM_ROWS];
+    int32_t q_token[EKV_ITEM_ROWS], token[EKV_TILE] = {0};
+    const void *keys[EKV_TILE];
+    if (n == 0) return;
+    for (int32_t r = 0; r < item->rows; r++) {
+        q[r] = item->row[r].q;
+        slope[r] = item->row[r].slope;
+        q_token[r] = item->row[r].q_token;
+    }
+    for (int i = 0; i < n; i++) {
+        token[i] = tokens[i];
+        keys[i] = ekv_key(&step->kv, ekv_block(item, tokens[i] / page_size), tokens[i] % page_size, item->head);
+        item->read[tokens[i]] = 1;
+    }
+    ekv_score_args score = {q, slope, q_token, item->rows, keys, token, n, step->kv.k_dim, z};
+    step->kernels->score[step->kv.dtype](&score);
+    for (int32_t r = 0; r < item->rows; r++)
+        for (int i = 0; i < n; i++) item->row[r].weight[tokens[i]] = z[r * EKV_TILE + i];
+}
+
+/* Tokens to read, gathered until a tile is full. */
+typedef struct gather {
+    int n;
+    int32_t token[EKV_TILE];
+} gather;
+
+static void want(const ekv_step *step, ekv_item *item, gather *g, int32_t token) {
+    if (item->read[token]) return;
+    item->read[token] = 1;
+    g->token[g->n++] = token;
+    if (g->n < EKV_TILE) return;
+    read_tokens(step, item, g->token, g->n);
+    g->n = 0;
+}
+
+static void want_page(const ekv_step *step, ekv_item *item, gather *g, int64_t page) {
+    const int32_t first = (int32_t)page * step->kv.page_size, n = ekv_page_tokens(step, item->n, page);
+    for (int32_t t = first; t < first + n; t++) want(step, item, g, t);
+}
+
+/* The scores that were read and exceed the row's cut (NaN does), in token order, to row->list_z and list_token. */
+void ekv_certify_list(const ekv_item *item, ekv_row *row, bool tokens) {
+    int64_t count = 0;
+    for (int32_t begin = 0; begin < row->n; begin += 8) {
+        uint64_t eight;
+        memcpy(&eight, item->read + begin, sizeof eight);
+        if (!eight) continue;
+        for (int32_t token = begin; token < begin + 8 && token < row->n; token++) {
+            if (!item->read[token] || row->weight[token] <= row->cut) continue;
+            row->list_z[count] = row->weight[token];
+            if (tokens) row->list_token[count] = token;
+            count++;
+        }
+    }
+    row->list_count = count;
+}
+
+/* Raises the row's cut: at and below it no token can be in the support. */
+void ekv_certify_raise(const ekv_step *step, ekv_item *item, ekv_row *row) {
+    float z_max = -INFINITY;
+    ekv_certify_list(item, row, false); /* list_token holds the sketch's sums */
+    for (int64_t i = 0; i < row->list_count; i++) z_max = row->list_z[i] > z_max ? row->list_z[i] : z_max;
+    if (!(z_max > -INFINITY) || z_max == INFINITY) return;
+    ekv_tau_lower_args lower = {row->list_z, (int)row->list_count, z_max, row->power, 12, -1.0f};
+    step->kernels->tau_lower(&lower);
+    const double slack = 0x1p-20 * fabs((double)z_max);
+    const float cut = ekv_threshold(z_max, (double)lower.tau - (slack > EKV_MARGIN ? slack : EKV_MARGIN));
+    if (cut > row->cut) row->cut = cut;
+}
+
+/* ---- norms ---- */
+
+static double norm_of_query(const ekv_step *step, const ekv_row *row) {
+    double squares = 0.0;
+    for (int32_t d = 0; d < step->kv.k_dim; d++) squares += (double)row->q[d] * (double)row->q[d];
+    return sqrt(squares) * (1.0 + 1e-12);
+}
+
+/* ALiBi at the best token of a page, z units. */
+static double best_bias(const ekv_step *step, const ekv_row *row, int64_t page) {
+    if (row->slope == 0.0f) return 0.0;
+    const int64_t first = page * step->kv.page_size, last = first + ekv_page_tokens(step, row->n, page) - 1;
+    return (double)row->slope * (double)((row->slope > 0.0f ? last : first) - row->q_token);
+}
+
+/* What the f32 score may exceed the exact one by: (K + 8) u (|q| |k| + |bias|), K additions on a product's way (see `bound`). */
+static double rounding(const ekv_step *step) { return (double)(ekv_padded(step->kv.k_dim) / 32 + 5 + 16) * 0x1p-24; }
+
+static bool page_known(const ekv_step *step, const ekv_item *item, const ekv_row *row, int64_t page) {
+    return step->index->counts[ekv_block(item, page)] >= ekv_page_tokens(step, row->n, page);
+}
+
+static void bound_by_norms(const ekv_step *step, ekv_item *item, ekv_row *row) {
+    const double norm = norm_of_query(step, row), u = rounding(step);
+    for (int32_t p = 0; p < row->pages; p++) {
+        row->bound[p] = INFINITY;
+        if (!step->index || !step->index->norms || !page_known(step, item, row, p)) continue;
+        const double dot = norm * (double)ekv_index_norms(step->index, item->head, ekv_block(item, p))[0];
+        const double bias = best_bias(step, row, p), bound = dot + bias + u * (dot + fabs(bias)) + 0x1p-120;
+        if (bound < 3e38) row->bound[p] = nextafterf((float)bound, INFINITY);
+    }
+}
+
+/* Whether some row may need a token of this page. */
+static bool page_needed(const ekv_item *item, int64_t page) {
+    for (int32_t r = 0; r < item->rows; r++) {
+        const ekv_row *row = &item->row[r];
+        if (page < row->pages && !(row->bound[page] <= row->cut)) return true;
+    }
+    return false;
+}
+
+static int64_t pages_needed(const ekv_item *item) {
+    int64_t count = 0;
+    for (int32_t p = 0; p < item->pages; p++) count += page_needed(item, p);
+    return count;
+}
+
+/* ---- the sample ---- */
+
+/* Sampled tokens, evenly spread over the pages that are still needed, and what each stands for. */
+typedef struct sample {
+    int n;
+    int32_t token[SAMPLE];
+    double weight;
+} sample;
+
+static void take_sample(const ekv_step *step, ekv_item *item, int64_t pages, sample *s) {
+    int64_t seen = 0;
+    gather g = {0};
+    s->n = 0;
+    for (int32_t p = 0; p < item->pages && s->n < SAMPLE; p++) {
+        if (!page_needed(item, p)) continue;
+        const int64_t target = (2 * (int64_t)s->n + 1) * pages / (2 * SAMPLE); /* may repeat for few pages */
+        if (seen++ < target) continue;
+        const int32_t tokens = ekv_page_tokens(step, item->n, p);
+        s->token[s->n] = p * step->kv.page_size + (int32_t)((s->n * 7) % tokens);
+        want(step, item, &g, s->token[s->n++]);
+    }
+    read_tokens(step, item, g.token, g.n);
+    s->weight = s->n ? (double)(pages * step->kv.page_size) / s->n : 1.0;
+}
+
+/* An estimate of the row's final tau: every sampled token counted for all that it stands for.  For decisions alone. */
+static double estimate_tau(const ekv_step *step, const ekv_row *row, const sample *s) {
+    const double beta = 1.0 / (row->alpha - 1.0);
+    double top = -(double)INFINITY, low, high;
+    (void)step;
+    for (int i = 0; i < s->n; i++)
+        if (s->token[i] < row->n && (double)row->weight[s->token[i]] > top) top = (double)row->weight[s->token[i]];
+    if (!(top > -(double)INFINITY) || !(top < (double)INFINITY)) return (double)row->cut;
+    low = top - 1.0;
+    high = top;
+    for (int i = 0; i < 30; i++) {
+        const double tau = 0.5 * (low + high);
+        double sum = 0.0;
+        for (int j = 0; j < s->n; j++) {
+            const double t = s->token[j] < row->n ? (double)row->weight[s->token[j]] - tau : 0.0;
+            if (t > 0.0) sum += s->weight * (beta == 2.0 ? t * t : beta == 1.0 ? t : ekv_pow(t, beta));
+        }
+        if (sum >= 1.0)
+            low = tau;
+        else
+            high = tau;
+    }
+    return low > (double)row->cut ? low : (double)row->cut;
+}
+
+/* ---- sketch ---- */
+
+/* Largest value of the table of one code or norm, and its entries, in z units before quantisation. */
+static void table_entries(const ekv_basis *basis, int code, const double *rotated, const double *block_norm, double entry[16]) {
+    for (int v = 0; v < 16; v++) {
+        entry[v] = 0.0;
+        if (code >= basis->codes) {
+            const int b = code - basis->codes;
+            entry[v] = block_norm[b] * (double)basis->level[b][v];
+            if (!(entry[v] < 1e300)) entry[v] = (double)INFINITY; /* also 0 * infinity */
+            continue;
+        }
+        for (int j = 0; j < 4; j++)
+            if (basis->axis[code][j] >= 0) entry[v] += rotated[basis->axis[code][j]] * (double)basis->centroid[code][v][j];
+    }
+}
+
+/*
+ * The row's table.  With x = k - center (rounded once, u |x|), y the stored coordinates, c the sum of centroids, w = x - R^T y:
+ *      q . k = q . center + (R q) . c + (R q) . (y - c) + q . w
+ * for any y and R; |(R q) . (y - c)| is at most the sum over blocks of |(R q)_b| |(y - c)_b|, and
+ *      q . w = (q - R^T R q) . w + (R q) . (R w),      |R w| <= (rounding of y + defect) |x|.
+ * The rounding of y, of R q, of the residuals and of w in f32 (at most axes + 2 additions for each element of w, whose terms sum to
+ * less than 10 |x| in norm; K + 2 additions and a factor of sqrt(axes) <= 8 for the rotations; 8 subtractions for a residual) adds up to
+ * less than (10 (axes + 2) + 32 (K + 2) + 16) u + 2 defect times |q| |x|.  The f32 score adds (K + 8) u |q| |k|, |k| <= |x| + |center|.
+ * Entries are rounded up to whole steps, so that the integer sum is never below the real one.
+ */
+static void build_table(const ekv_step *step, ekv_item *item, ekv_row *row) {
+    const ekv_index *index = step->index;
+    const ekv_basis *basis = &index->bases[item->head];
+    const int32_t dim = step->kv.k_dim, codes = basis->codes + EKV_SKETCH_NORMS;
+    const size_t padded = ekv_padded(dim);
+    double rotated[EKV_SKETCH_AXES], block_norm[EKV_SKETCH_NORMS], seen = 0.0;
+    for (int32_t a = 0; a < basis->axes; a++) {
+        rotated[a] = 0.0;
+        for (int32_t d = 0; d < dim; d++) rotated[a] += (double)basis->rows[(size_t)a * padded + (size_t)d] * (double)row->q[d];
+        seen += rotated[a] * rotated[a];
+    }
+    const double norm = norm_of_query(step, row), defect = (double)basis->defect, u = 0x1p-24;
+    for (int b = 0; b < EKV_SKETCH_NORMS - 1; b++) {
+        double squares = 0.0;
+        for (int32_t a = b ? basis->block_end[b - 1] : 0; a < basis->block_end[b]; a++) squares += rotated[a] * rotated[a];
+        block_norm[b] = sqrt(squares) * (1.0 + 1e-6) + 1e-30;
+    }
+    const double rest = norm * norm - seen + (2.0 * defect + 1e-12) * norm * norm;
+    block_norm[EKV_SKETCH_NORMS - 1] = sqrt(rest > 0.0 ? rest : 0.0) * (1.0 + 1e-6) + 1e-30;
+
+    double entry[EKV_SKETCH_CODES + EKV_SKETCH_NORMS][16], least[EKV_SKETCH_CODES + EKV_SKETCH_NORMS], range = 0.0;
+    row->table->base = 0.0;
+    for (int c = 0; c < codes; c++) {
+        double most = -(double)INFINITY;
+        table_entries(basis, c, rotated, block_norm, entry[c]);
+        least[c] = entry[c][0];
+        for (int v = 0; v < 16; v++) {
+            least[c] = entry[c][v] < least[c] ? entry[c][v] : least[c];
+            if (entry[c][v] < (double)INFINITY && entry[c][v] > most) most = entry[c][v];
+        }
+        if (least[c] == (double)INFINITY) least[c] = most = 0.0;
+        range += most - least[c];
+        row->table->base += least[c];
+    }
+    row->table->step = range / (65000.0 - codes) + 1e-30;
+    for (int c = 0; c < codes; c++)
+        for (int v = 0; v < 16; v++) {
+            const double steps = ceil((entry[c][v] - least[c]) / row->table->step);
+            const unsigned whole = steps < 65535.0 ? (unsigned)steps : 65535u;
+            row->table->low[c * 16 + v] = (uint8_t)(whole & 255u);
+            row->table->high[c * 16 + v] = (uint8_t)(whole >> 8);
+        }
+    const double k = (double)(padded / 32 + 5), largest = (double)basis->largest;
+    const double kappa = (10.0 * (basis->axes + 2) + 32.0 * (k + 2.0) + 16.0 + 2.0 * (k + 16.0)) * u + 2.0 * defect;
+    for (int64_t s = 0; s * index->stretch < item->pages; s++) {
+        const float *center = ekv_index_center(index, item->head, s);
+        double dot = 0.0, squares = 0.0;
+        for (int32_t d = 0; d < dim; d++) {
+            dot += (double)row->q[d] * (double)center[d];
+            squares += (double)center[d] * (double)center[d];
+        }
+        row->center[s] = dot + norm * (kappa * largest + 2.0 * (k + 16.0) * u * sqrt(squares)) + 1e-30;
+    }
+}
+
+static bool page_sketched(const ekv_step *step, const ekv_item *item, int64_t page) {
+    const int64_t block = ekv_block(item, page);
+    return step->index->sketched[block] >= ekv_page_tokens(step, item->n, page) &&
+           step->index->stretch_of[block] * step->index->stretch < item->pages;
+}
+
+/* The largest sum of table entries with which a token of the page is still ruled out at `cut`; -1 if none is. */
+static int32_t sum_limit(const ekv_step *step, const ekv_item *item, const ekv_row *row, int64_t page, double cut) {
+    const int64_t stretch = step->index->stretch_of[ekv_block(item, page)];
+    const double bias = best_bias(step, row, page);
+    const double base = row->center[stretch] + row->table->base + bias + fabs(bias) * 0x1p-19;
+    const double limit = floor((cut - base) / row->table->step * (1.0 - 1e-9) - 1e-6);
+    if (!(limit >= 0.0)) return -1; /* also for NaN: everything is read */
+    return limit < 65534.0 ? (int32_t)limit : 65534;
+}
+
+/* Sums for all tokens of pages [page, page + pages), which follow each other. */
+static void look_up(const ekv_step *step, const ekv_item *item, int64_t page, int64_t pages) {
+    const int32_t groups_per_page = step->kv.page_size / EKV_SKETCH_GROUP, codes = step->index->codes + EKV_SKETCH_NORMS;
+    const size_t group_bytes = (size_t)codes / 2 * EKV_SKETCH_GROUP;
+    const uint8_t *group[RUN_GROUPS];
+    const int64_t total = pages * groups_per_page;
+    for (int64_t at = 0; at < total; at += RUN_GROUPS) {
+        const int n = (int)ekv_min64(RUN_GROUPS, total - at);
+        for (int i = 0; i < n; i++) {
+            const int64_t p = page + (at + i) / groups_per_page;
+            group[i] = ekv_index_sketch(step->index, item->head, ekv_block(item, p)) + (size_t)((at + i) % groups_per_page) * group_bytes;
+        }
+        for (int32_t r = 0; r < item->rows; r++) {
+            const ekv_row *row = &item->row[r];
+            ekv_lookup_args a = {row->table->low, row->table->high, codes, group, n,
+                                 row->sum + page * step->kv.page_size + at * EKV_SKETCH_GROUP};
+            step->kernels->lookup(&a);
+        }
+    }
+}
+
+/* Bytes that every use of the sketch reads once: basis and centers. */
+static int64_t basis_bytes(const ekv_step *step, const ekv_item *item) {
+    const ekv_basis *basis = &step->index->bases[item->head];
+    const int64_t stretches = ekv_ceil_div(item->pages, step->index->stretch);
+    return ((int64_t)basis->axes + stretches) * step->kv.k_dim * 4 + (int64_t)basis->codes * 16 * 16 + EKV_SKETCH_NORMS * 16 * 4;
+}
+
+/* The share of sampled tokens that the sketch cannot rule out at the estimates of tau. */
+static double surviving_share(const ekv_step *step, ekv_item *item, const sample *s, const double *tau) {
+    int survivors = 0, looked = 0;
+    for (int i = 0; i < s->n; i++) {
+        const int64_t page = s->token[i] / step->kv.page_size;
+        if (!page_sketched(step, item, page)) continue;
+        bool needed = false;
+        look_up(step, item, page, 1);
+        for (int32_t r = 0; r < item->rows; r++) {
+            const ekv_row *row = &item->row[r];
+            needed |= s->token[i] < row->n && (int32_t)row->sum[s->token[i]] > sum_limit(step, item, row, page, tau[r]);
+        }
+        survivors += needed;
+        looked++;
+    }
+    item->bytes_sketch += looked * (int64_t)step->index->sketch_bytes;
+    return looked ? (double)survivors / looked : 1.0;
+}
+
+/* ---- boxes ---- */
+
+/* The share of needed pages, of 32 looked at, that boxes rule out for every row. */
+static double boxed_share(const ekv_step *step, ekv_item *item, int64_t pages, const double *tau) {
+    const int64_t stride = ekv_max64(1, pages / 32);
+    int64_t seen = 0;
+    int looked = 0, ruled_out = 0;
+    for (int32_t p = 0; p < item->pages; p++) {
+        if (!page_needed(item, p) || seen++ % stride) continue;
+        bool needed = false;
+        for (int32_t r = 0; r < item->rows; r++)
+            needed |= p < item->row[r].pages && !((double)ekv_page_bound_of(step, item, &item->row[r], p) <= tau[r]);
+        looked++;
+        ruled_out += !needed;
+    }
+    item->bytes_statistics += looked * (int64_t)step->index->box_bytes;
+    return looked ? (double)ruled_out / looked : 0.0;
+}
+
+static void bound_by_boxes(const ekv_step *step, ekv_item *item) {
+    for (int32_t p = 0; p < item->pages; p++) {
+        if (!page_needed(item, p)) continue;
+        for (int32_t r = 0; r < item->rows; r++) {
+            ekv_row *row = &item->row[r];
+            if (p >= row->pages) continue;
+            const float bound = ekv_page_bound_of(step, item, row, p);
+            if (bound < row->bound[p]) row->bound[p] = bound;
+        }
+        item->bytes_statistics += (int64_t)step->index->box_bytes;
+    }
+}
+
+/* ---- stages ---- */
+
+static void read_first(const ekv_step *step, ekv_item *item) {
+    gather g = {0};
+    want_page(step, item, &g, 0);
+    for (int64_t p = ekv_max64(0, item->pages - NEWEST_PAGES); p < item->pages; p++) want_page(step, item, &g, p);
+    read_tokens(step, item, g.token, g.n);
+    for (int32_t r = 0; r < item->rows; r++) ekv_certify_raise(step, item, &item->row[r]);
+}
+
+static bool has_basis(const ekv_step *step, const ekv_item *item) {
+    return step->index && step->index->codes && step->index->bases[item->head].codes > 0;
+}
+
+/* Decides which of boxes and sketch pay for what the norms left, and applies the boxes. */
+static void choose_levels(const ekv_step *step, ekv_item *item) {
+    sample s;
+    double tau[EKV_ITEM_ROWS];
+    int64_t pages = pages_needed(item);
+    const double page_size = step->kv.page_size, key = (double)step->kv.k_dim * (double)ekv_element_bytes(step->kv.dtype);
+    if ((double)pages * page_size < LEAST_TOKENS || !step->index) return;
+    take_sample(step, item, pages, &s);
+    for (int32_t r = 0; r < item->rows; r++) {
+        ekv_certify_raise(step, item, &item->row[r]);
+        tau[r] = estimate_tau(step, &item->row[r], &s);
+    }
+    double token_cost = key, share = 1.0; /* bytes for a token of a needed page */
+    const double sketch = has_basis(step, item) ? (double)step->index->sketch_bytes / page_size : 0.0;
+    const bool tables = has_basis(step, item) && (double)pages * page_size * key > 4.0 * (double)basis_bytes(step, item);
+    if (tables) {
+        for (int32_t r = 0; r < item->rows; r++) build_table(step, item, &item->row[r]);
+        item->bytes_sketch += basis_bytes(step, item);
+        share = surviving_share(step, item, &s, tau);
+        if (key * (1.0 - share) > PAYS * sketch) token_cost = sketch + share * key;
+    }
+    if (step->index->box_bytes && boxed_share(step, item, pages, tau) * page_size * token_cost > PAYS * (double)step->index->box_bytes) {
+        bound_by_boxes(step, item);
+        pages = pages_needed(item);
+    }
+    item->use_sketch = tables && (double)pages * page_size >= LEAST_TOKENS && key * (1.0 - share) > PAYS * sketch;
+}
+
+void ekv_certify_begin(const ekv_step *step, ekv_item *item) {
+    item->use_sketch = false;
+    item->bytes_statistics = item->bytes_sketch = 0;
+    if (item->n == 0) return;
+    memset(item->read, 0, (size_t)item->n + 8);
+    for (int32_t r = 0; r < item->rows; r++) {
+        item->row[r].cut = -INFINITY;
+        bound_by_norms(step, item, &item->row[r]);
+    }
+    if (step->index && step->index->norms) item->bytes_statistics += item->pages * (int64_t)(2 * sizeof(float));
+    read_first(step, item);
+    choose_levels(step, item);
+}
+
+/* Reads the tokens of a span with the highest bounds, about one in BEST_SHARE for each row. */
+static void read_best(const ekv_step *step, ekv_item *item, int64_t first_page, int64_t end_page) {
+    enum { BINS = 256 };
+    gather g = {0};
+    for (int32_t r = 0; r < item->rows; r++) {
+        const ekv_row *row = &item->row[r];
+        int32_t histogram[BINS] = {0}, top = 0, bin = BINS - 1, tokens = 0;
+        for (int pass = 0; pass < 3; pass++) {
+            const int32_t width = top / BINS + 1;
+            for (int64_t p = first_page; p < end_page; p++) {
+                if (!item->looked[p] || p >= row->pages) continue;
+                const int32_t limit = sum_limit(step, item, row, p, (double)row->cut), first = (int32_t)p * step->kv.page_size;
+                const int32_t end = first + ekv_page_tokens(step, row->n, p);
+                for (int32_t t = first; t < end; t++) {
+                    const int32_t above = (int32_t)row->sum[t] - limit;
+                    if (above <= 0) continue;
+                    if (pass == 0)
+                        top = above > top ? above : top;
+                    else if (pass == 1)
+                        histogram[above / width]++;
+                    else if (above / width >= bin)
+                        want(step, item, &g, t);
+                }
+                tokens += pass == 0 ? end - first : 0;
+            }
+            if (pass == 0 && top == 0) break;
+            if (pass != 1) continue;
+            for (int32_t count = histogram[bin]; bin > 0 && count < tokens / BEST_SHARE; count += histogram[bin]) bin--;
+        }
+    }
+    read_tokens(step, item, g.token, g.n);
+}
+
+void ekv_certify_sketch(const ekv_step *step, ekv_item *item, int32_t span) {
+    item->part[span].count = 0;
+    if (!item->use_sketch) return;
+    const int32_t page_size = step->kv.page_size;
+    const int64_t first = ekv_ceil_div((int64_t)span * EKV_SPAN, page_size);
+    const int64_t end = ekv_min64(item->pages, ekv_ceil_div(((int64_t)span + 1) * EKV_SPAN, page_size));
+    for (int64_t p = first; p < end; p++) item->looked[p] = page_needed(item, p) && page_sketched(step, item, p);
+    for (int64_t p = first; p < end;) {
+        int64_t run = 0;
+        while (p + run < end && item->looked[p + run]) run++;
+        if (run) look_up(step, item, p, run);
+        item->part[span].count += (int32_t)run;
+        p += run ? run : 1;
+    }
+    read_best(step, item, first, end);
+}
+
+/*
+ * With max_mass > 0: how many steps of the row's table the limit may be raised in this span.  The tokens that are skipped for it, each
+ * given its bound u, hold at most sum (u - cut)^beta of the mass, since cut <= tau of what was read; each span may skip its share of
+ * max_mass.  *skipped: what this span skips.
+ */
+static int32_t relaxed_steps(const ekv_step *step, const ekv_item *item, const ekv_row *row, int64_t first_page, int64_t end_page,
+                             double *skipped) {
+    enum { BINS = 256 };
+    int32_t count[BINS] = {0};
+    const double beta = 1.0 / (row->alpha - 1.0), allowed = step->p.max_mass * (double)((end_page - first_page) * step->kv.page_size) / row->n;
+    const int32_t width = (int32_t)ekv_max64(1, (int64_t)(1.0 / row->table->step / BINS)); /* bins up to cut + 1 */
+    *skipped = 0.0;
+    for (int64_t p = first_page; p < end_page && p < row->pages; p++) {
+        if (!item->looked[p]) continue;
+        const int32_t limit = sum_limit(step, item, row, p, (double)row->cut), first = (int32_t)p * step->kv.page_size;
+        for (int32_t t = first; t < first + ekv_page_tokens(step, row->n, p); t++) {
+            const int32_t above = (int32_t)row->sum[t] - limit;
+            if (above > 0 && above / width < BINS && !item->read[t]) count[above / width]++;
+        }
+    }
+    for (int32_t bin = 0; bin < BINS; bin++) {
+        const double excess = (double)(bin + 1) * width * row->table->step * (1.0 + 1e-6);
+        const double more = count[bin] ? count[bin] * ekv_pow(excess, beta) : 0.0;
+        if (!(*skipped + more <= allowed)) return bin * width - 1 > 0 ? bin * width - 1 : 0;
+        *skipped += more;
+    }
+    return BINS * width - 1;
+}
+
+void ekv_certify_sweep(const ekv_step *step, ekv_item *item, int32_t span) {
+    const int32_t page_size = step->kv.page_size;
+    const int64_t first_page = ekv_ceil_div((int64_t)span * EKV_SPAN, page_size);
+    const int64_t end_page = ekv_min64(item->pages, ekv_ceil_div(((int64_t)span + 1) * EKV_SPAN, page_size));
+    int32_t relaxed[EKV_ITEM_ROWS] = {0};
+    gather g = {0};
+    for (int32_t r = 0; r < item->rows; r++) {
+        ekv_part *part = &item->part[(int64_t)r * item->spans + span];
+        part->sum = 0.0;
+        if (step->p.max_mass > 0.0 && item->use_sketch)
+            relaxed[r] = relaxed_steps(step, item, &item->row[r], first_page, end_page, &part->sum);
+    }
+    for (int64_t p = first_page; p < end_page; p++) {
+        if (!page_needed(item, p)) continue;
+        if (!item->use_sketch || !item->looked[p]) {
+            want_page(step, item, &g, p);
+            continue;
+        }
+        const int32_t first = (int32_t)p * page_size, n = ekv_page_tokens(step, item->n, p);
+        uint8_t needed[EKV_MAX_PAGE_SIZE] = {0};
+        for (int32_t r = 0; r < item->rows; r++) {
+            const ekv_row *row = &item->row[r];
+            if (p >= row->pages) continue;
+            const int32_t limit = sum_limit(step, item, row, p, (double)row->cut), seen = ekv_page_tokens(step, row->n, p);
+            const int32_t raised = limit < 0 ? limit : limit + relaxed[r] < 65534 ? limit + relaxed[r] : 65534;
+            for (int32_t t = 0; t < seen; t++) needed[t] |= (int32_t)row->sum[first + t] > raised;
+        }
+        for (int32_t t = 0; t < n; t++)
+            if (needed[t]) want(step, item, &g, first + t);
+    }
+    read_tokens(step, item, g.token, g.n);
+}

@@ -451,7 +451,7 @@ static inline ekv_decode_params ekv_decode_params_default(void) {
 EKV_API ekv_status ekv_decode(ekv_context *context, const ekv_decode_params *params);
 
 /* Bytes of scratch memory that ekv_decode would use for these parameters (pointers to q, out and report are not read), and the
- * call that gets them in advance: fill in the largest batch and lengths that are to come. */
+ * call that gets them in advance, for ekv_decode and for the stages below: fill in the largest batch and lengths that are to come. */
 EKV_API ekv_status ekv_scratch_bytes(ekv_context *context, const ekv_decode_params *params, size_t *bytes);
 EKV_API ekv_status ekv_reserve(ekv_context *context, const ekv_decode_params *params);
 

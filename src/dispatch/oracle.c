@@ -63,8 +63,8 @@ static void write_out(const ekv_step *step, const ekv_row *row, const oracle *o)
 
 static void write_report(const ekv_step *step, const ekv_row *row, const oracle *o, const ekv_reference_result *result) {
     const int64_t element = (int64_t)ekv_element_bytes(step->kv.dtype);
-    ekv_report r = {.tau = result->tau, .mass_bound = result->mass_bound, .error_bound = 2.0 * result->value_norm * result->mass_bound,
-                    .support = result->support};
+    const double mass = result->mass_bound > 1.0 ? 1.0 : result->mass_bound; /* a share, but for its last rounding */
+    ekv_report r = {.tau = result->tau, .mass_bound = mass, .error_bound = 2.0 * result->value_norm * mass, .support = result->support};
     for (int32_t p = 0; p < row->pages; p++) {
         if (!o->pages[p]) continue;
         r.pages++;

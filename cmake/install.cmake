@@ -1,4 +1,4 @@
-# What `cmake --install` copies: library, header, the CMake package (find_package(entmaxkv)) and entmaxkv.pc.  All of it may be
+# What `cmake --install` copies: library, headers, the CMake package (find_package(entmaxkv)) and entmaxkv.pc.  All of it may be
 # moved to another prefix afterwards.
 # SPDX-License-Identifier: Apache-2.0
 
@@ -12,8 +12,7 @@ install(
     ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}"
     LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}"
     RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
-install(FILES "${PROJECT_SOURCE_DIR}/include/entmaxkv/entmaxkv.h" "${PROJECT_SOURCE_DIR}/include/entmaxkv/kernels.h"
-        DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/entmaxkv")
+install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/entmaxkv" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}" FILES_MATCHING PATTERN "*.h")
 install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION "${CMAKE_INSTALL_DOCDIR}")
 install(EXPORT entmaxkv-targets NAMESPACE entmaxkv:: DESTINATION "${ekv_package_dir}")
 

@@ -4,7 +4,7 @@
  * SPDX-License-Identifier: Apache-2.0
  */
 #ifndef _GNU_SOURCE
-#define _GNU_SOURCE
+#  define _GNU_SOURCE
 #endif
 
 #include "harness.h"
@@ -75,11 +75,11 @@ static void on_crash(int signal_number) {
 }
 
 #if defined(__SANITIZE_ADDRESS__)
-#define HAVE_ASAN 1
+#  define HAVE_ASAN 1
 #elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define HAVE_ASAN 1
-#endif
+#  if __has_feature(address_sanitizer)
+#    define HAVE_ASAN 1
+#  endif
 #endif
 
 static void catch_crashes(void) {
@@ -110,6 +110,7 @@ int harness_main(const char *program, const test_entry *tests, size_t count) {
     printf("replay all: EKV_TEST_SEED=%llu EKV_TEST_SCALE=%lld %s\n", (unsigned long long)run_seed, (long long)run_scale,
            program);
     fflush(stdout);
+    snprintf(current_replay, sizeof current_replay, "EKV_TEST_SEED=%llu %s", (unsigned long long)run_seed, program);
     catch_crashes();
     SRunner *runner = srunner_create(suite);
     srunner_run_all(runner, CK_NORMAL);
@@ -147,7 +148,9 @@ static uint64_t splitmix(uint64_t *state) {
     return z ^ (z >> 31);
 }
 
-static uint64_t rotate(uint64_t x, int k) { return (x << k) | (x >> (64 - k)); }
+static uint64_t rotate(uint64_t x, int k) {
+    return (x << k) | (x >> (64 - k));
+}
 
 uint64_t rng_u64(rng *r) {
     const uint64_t result = rotate(r->s[1] * 5, 7) * 9;
@@ -161,10 +164,18 @@ uint64_t rng_u64(rng *r) {
     return result;
 }
 
-double rng_uniform(rng *r) { return (double)(rng_u64(r) >> 11) * 0x1p-53; }
-double rng_range(rng *r, double low, double high) { return low + (high - low) * rng_uniform(r); }
-int64_t rng_between(rng *r, int64_t low, int64_t high) { return low + (int64_t)(rng_u64(r) % (uint64_t)(high - low + 1)); }
-bool rng_chance(rng *r, double probability) { return rng_uniform(r) < probability; }
+double rng_uniform(rng *r) {
+    return (double)(rng_u64(r) >> 11) * 0x1p-53;
+}
+double rng_range(rng *r, double low, double high) {
+    return low + (high - low) * rng_uniform(r);
+}
+int64_t rng_between(rng *r, int64_t low, int64_t high) {
+    return low + (int64_t)(rng_u64(r) % (uint64_t)(high - low + 1));
+}
+bool rng_chance(rng *r, double probability) {
+    return rng_uniform(r) < probability;
+}
 
 double rng_normal(rng *r) {
     const double radius = sqrt(-2.0 * log(1.0 - rng_uniform(r)));
@@ -201,7 +212,9 @@ void case_note(const char *format, ...) {
     va_end(arguments);
 }
 
-int64_t case_first(void) { return run_case >= 0 ? run_case : 0; }
+int64_t case_first(void) {
+    return run_case >= 0 ? run_case : 0;
+}
 
 int64_t case_end(int64_t count) {
     if (run_case >= 0) {
@@ -214,7 +227,9 @@ int64_t case_end(int64_t count) {
 
 enum { SLACK = 0x5C };
 
-static size_t system_page(void) { return (size_t)sysconf(_SC_PAGESIZE); }
+static size_t system_page(void) {
+    return (size_t)sysconf(_SC_PAGESIZE);
+}
 
 guard guard_alloc_aligned(size_t size, size_t alignment) {
     const size_t page = system_page();
@@ -236,7 +251,9 @@ guard guard_alloc_aligned(size_t size, size_t alignment) {
     return g;
 }
 
-guard guard_alloc(size_t size) { return guard_alloc_aligned(size, 1); }
+guard guard_alloc(size_t size) {
+    return guard_alloc_aligned(size, 1);
+}
 
 void guard_read_only(const guard *g, bool read_only) {
     if (g->span > 0 && mprotect(g->base, g->span, read_only ? PROT_READ : PROT_READ | PROT_WRITE) != 0) {
@@ -325,9 +342,13 @@ uint16_t bf16_from_float(float x) {
     return (uint16_t)((u >> 16 & 0x8000) | round_shift(u & 0x7FFFFFFF, 16));
 }
 
-float bf16_to_float(uint16_t h) { return float_of((uint32_t)h << 16); }
+float bf16_to_float(uint16_t h) {
+    return float_of((uint32_t)h << 16);
+}
 
-size_t dtype_size(ekv_dtype dtype) { return dtype == EKV_F32 ? 4 : 2; }
+size_t dtype_size(ekv_dtype dtype) {
+    return dtype == EKV_F32 ? 4 : 2;
+}
 
 void dtype_store(ekv_dtype dtype, void *row, int64_t i, float x) {
     if (dtype == EKV_F32) {
@@ -351,7 +372,9 @@ void dtype_store_nan(ekv_dtype dtype, void *row, int64_t count) {
     }
 }
 
-double dtype_half_ulp(ekv_dtype dtype) { return dtype == EKV_F32 ? 0x1p-24 : dtype == EKV_F16 ? 0x1p-11 : 0x1p-8; }
+double dtype_half_ulp(ekv_dtype dtype) {
+    return dtype == EKV_F32 ? 0x1p-24 : dtype == EKV_F16 ? 0x1p-11 : 0x1p-8;
+}
 
 double relative_l2(const double *x, const double *reference, int64_t n, double floor_norm) {
     double difference = 0, norm = 0;
@@ -380,7 +403,8 @@ ekv_context *context_open(const char *backend, int32_t threads) {
 }
 
 void backends_open(backend_set *set, int32_t threads) {
-    bool reference = false, scalar = false;
+    const char *wanted = getenv("EKV_TEST_BACKENDS");
+    bool reference = wanted != NULL, scalar = wanted != NULL;
     memset(set, 0, sizeof *set);
     printf("backends:");
     for (int32_t i = 0;; i++) {
@@ -389,6 +413,10 @@ void backends_open(backend_set *set, int32_t threads) {
         info.size = sizeof info;
         if (ekv_backend(i, &info) != EKV_OK) {
             break;
+        }
+        if (wanted != NULL && strstr(wanted, info.name) == NULL) {
+            printf(" [%s not run: EKV_TEST_BACKENDS]", info.name);
+            continue;
         }
         if (!info.compiled || !info.available) {
             printf(" [%s not run: %s]", info.name, info.compiled ? "not available here" : "not compiled");
@@ -412,7 +440,9 @@ void backends_close(backend_set *set) {
     }
 }
 
-bool backend_is_reference(const backend_set *set, int i) { return strcmp(set->names[i], "reference") == 0; }
+bool backend_is_reference(const backend_set *set, int i) {
+    return strcmp(set->names[i], "reference") == 0;
+}
 
 /* ---- Allocator -------------------------------------------------------------------------------------------------------- */
 

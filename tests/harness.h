@@ -8,6 +8,7 @@
  *   EKV_TEST_SEED   seed of all random cases (default 1; "random": taken from the clock and printed)
  *   EKV_TEST_CASE   run only the random case of that number
  *   EKV_TEST_SCALE  divides the number of random cases (default 1)
+ *   EKV_TEST_BACKENDS  run only backends whose names this text contains (default: all that can run)
  *   CK_RUN_CASE     run only the test of that name (Check's own)
  */
 #ifndef EKV_TEST_HARNESS_H
@@ -30,17 +31,18 @@ typedef struct test_entry {
 
 /* Runs the tests of one file, each in a process of its own; returns main's exit status. */
 int harness_main(const char *program, const test_entry *tests, size_t count);
-#define TEST_ENTRY(function) {#function, function}
+#define TEST_ENTRY(function)                                                                                                   \
+  { #function, function }
 #define HARNESS_MAIN(program, tests) harness_main(program, tests, sizeof(tests) / sizeof((tests)[0]))
 
 /* Fails with the running case, the place and the line that replays it. */
-#define EXPECT(condition, ...) \
-    do { \
-        if (!(condition)) { \
-            case_fail(__FILE__, __LINE__, #condition, __VA_ARGS__); \
-        } \
-    } while (0)
-#define EXPECT_OK(context, call) expect_status(__FILE__, __LINE__, #call, context, EKV_OK, call)
+#define EXPECT(condition, ...)                                                                                                 \
+  do {                                                                                                                         \
+    if (!(condition)) {                                                                                                        \
+      case_fail(__FILE__, __LINE__, #condition, __VA_ARGS__);                                                                  \
+    }                                                                                                                          \
+  } while (0)
+#define EXPECT_OK(context, call)             expect_status(__FILE__, __LINE__, #call, context, EKV_OK, call)
 #define EXPECT_STATUS(context, status, call) expect_status(__FILE__, __LINE__, #call, context, status, call)
 
 #if defined(__GNUC__)
@@ -57,11 +59,11 @@ typedef struct rng {
 } rng;
 
 uint64_t rng_u64(rng *r);
-double rng_uniform(rng *r);                              /* [0, 1) */
-double rng_range(rng *r, double low, double high);       /* [low, high) */
-int64_t rng_between(rng *r, int64_t low, int64_t high);  /* low and high included */
-double rng_normal(rng *r);                               /* Box-Muller */
-float rng_rough_normal(rng *r);                          /* fast, four summed uniforms, |x| < 3.5 */
+double rng_uniform(rng *r);                             /* [0, 1) */
+double rng_range(rng *r, double low, double high);      /* [low, high) */
+int64_t rng_between(rng *r, int64_t low, int64_t high); /* low and high included */
+double rng_normal(rng *r);                              /* Box-Muller */
+float rng_rough_normal(rng *r);                         /* fast, four summed uniforms, |x| < 3.5 */
 bool rng_chance(rng *r, double probability);
 #define RNG_PICK(r, array) ((array)[rng_between((r), 0, (int64_t)(sizeof(array) / sizeof((array)[0])) - 1)])
 

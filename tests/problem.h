@@ -60,6 +60,8 @@ typedef struct problem {
 /* Builds the memory and step of a problem: q f32 or 16-bit, NaN in all unused slots, output poisoned. */
 void problem_make(problem *p, const shape *s, rng *r);
 void problem_free(problem *p);
+/* Queries, keys and values of a problem that differs in layout, padding and spare blocks alone. */
+void problem_copy_content(problem *p, const problem *from);
 /* Per-head alpha, scale and slopes; NULL leaves the step's own. */
 void problem_set_heads(problem *p, const double *alpha, const float *scale, const float *slopes);
 /* Creates the index in guarded memory of the test's own and updates it for all sequences. */
@@ -78,6 +80,12 @@ void problem_random_mask(problem *p, rng *r, double density);
 /* Shape and parameters in a line, for case_note(); valid until the next call. */
 const char *problem_describe(const problem *p);
 
+/* The reference backend is left out of the larger problems: every row there is an oracle of its own anyway. */
+bool problem_too_slow_for(const problem *p, const backend_set *backends, int backend);
+#define FOR_BACKENDS(i, backends, p)                                                                                           \
+  for (int i = 0; i < (backends)->count; i++)                                                                                  \
+    if (!problem_too_slow_for(p, backends, i))
+
 /* Memory of one token of sequence b. */
 void *problem_key(const problem *p, int32_t b, int64_t token, int32_t kv_head);
 void *problem_value(const problem *p, int32_t b, int64_t token, int32_t kv_head);
@@ -89,7 +97,8 @@ double problem_alpha(const problem *p, int32_t head);
 double problem_scale(const problem *p, int32_t head);
 double problem_slope(const problem *p, int32_t head);
 
-/* Runs the step with every input read-only, on poisoned output and report; fails on any status but EKV_OK or written padding. */
+/* Runs the step with every input read-only, on poisoned output and report; fails on any status but EKV_OK or written padding.
+ */
 void problem_decode(problem *p, ekv_context *context);
 /* What the policy reads, [rows][problem_stride()], in guarded memory: 0 or 1 for a row's pages, POISON past them. */
 guard problem_select(problem *p, ekv_context *context);
@@ -116,7 +125,7 @@ typedef struct oracle {
     double *page_size_of_sum; /* sum over d of |scale q_d| max |k_d|, plus |slope| * distance */
     uint8_t *pages_read;
     ekv_reference_result result;
-    double alpha, z_size; /* largest |z| among tokens with p >= 1e-9 */
+    double alpha, z_size; /* largest |z|, or norm of what was added up to it, among tokens with p >= 1e-9 */
     double out_size;      /* max(norm of out, sqrt(sum p^2 |v|^2)): what the relative error is relative to */
 } oracle;
 

@@ -12,7 +12,7 @@ double lm_worst(double a, double b) { return isnan(a) || a > b ? a : b; }
 void lm_meter_add_reads(lm_meter *meter, const ekv_report *reports, int32_t heads) {
     for (int32_t h = 0; h < heads; h++) {
         const ekv_report *r = &reports[h];
-        meter->bytes_read += (double)(r->bytes_statistics + r->bytes_keys + r->bytes_values);
+        meter->bytes_read += (double)(r->bytes_statistics + r->bytes_sketch + r->bytes_keys + r->bytes_values);
         meter->bytes_dense += (double)r->bytes_dense;
         meter->pages_read += (double)r->group_pages;
         meter->pages_total += (double)r->total_pages;

@@ -59,7 +59,7 @@
  *             modes as they were.
  *   Same bits With one build and one backend list, outputs, selections and reports do not depend on the number of threads, on
  *             where the KV memory lies, or on which CPU backend ran (scalar, avx2, ...).  The `reference` backend is separate
- *             code in double precision and agrees within rounding only.  Builds with and without SLEEF differ in the last bits
+ *             code in double precision and agrees within rounding only; it looks at keys where others look at an index.  Builds with and without SLEEF differ in the last bits
  *             where exp, pow or the normal distribution enter: alpha = 1, alpha outside {4/3, 1.5, 2}, policy gaussian.
  *   NaN       A NaN or +infinity among the scores that a head reads makes that head's output and tau NaN and touches no other
  *             head (NaN or infinite keys always count as worth reading).  Unused slots of a page are never read.
@@ -421,7 +421,7 @@ typedef struct ekv_decode_params {
 
     /* Policy. */
     ekv_policy policy;
-    int64_t budget;        /* topk: tokens to read per row, rounded up to pages, at least one, forced pages included */
+    int64_t budget;        /* topk: tokens to read per row, rounded up to pages and clamped to what there is; forced pages included */
     int32_t first_pages;   /* topk, gaussian: the first pages are always read */
     int32_t recent_tokens; /* topk, gaussian: and the pages of the last tokens; the last page always is */
     ekv_gaussian_model gaussian_model;
@@ -451,7 +451,7 @@ static inline ekv_decode_params ekv_decode_params_default(void) {
 EKV_API ekv_status ekv_decode(ekv_context *context, const ekv_decode_params *params);
 
 /* Bytes of scratch memory that ekv_decode would use for these parameters (pointers to q, out and report are not read), and the
- * call that gets them in advance: fill in the largest batch and lengths that are to come. */
+ * call that gets them in advance, for ekv_decode and for the stages below: fill in the largest batch and lengths that are to come. */
 EKV_API ekv_status ekv_scratch_bytes(ekv_context *context, const ekv_decode_params *params, size_t *bytes);
 EKV_API ekv_status ekv_reserve(ekv_context *context, const ekv_decode_params *params);
 

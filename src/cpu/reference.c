@@ -249,8 +249,10 @@ static int is_forced(const ekv_reference_problem *r, const page *pages, int64_t 
 /* Quest's criterion: pages by falling bound until the budget is used up.  Forced pages, already marked, count. */
 static void select_topk(const ekv_reference_problem *r, page *pages, int64_t count) {
     int64_t wanted = r->budget > 0 ? r->budget / r->page_size + (r->budget % r->page_size != 0) : 1;
-    for (int64_t p = 0; p < count; p++)
+    for (int64_t p = 0; p < count; p++) {
+        pages[p].read |= pages[p].bound == INFINITY; /* a key that is not finite: always read */
         wanted -= pages[p].read;
+    }
     for (; wanted > 0; wanted--) {
         page *best = NULL;
         for (int64_t p = 0; p < count; p++)

@@ -106,6 +106,11 @@ static ekv_status set_message(char *message, size_t size, ekv_status status, con
     return status;
 }
 
+static ekv_status bad_threads(char *message, size_t size, int32_t threads) {
+    if (message && size) snprintf(message, size, "params->threads is %d, not in 0..4096", (int)threads);
+    return EKV_ERROR_INVALID_ARGUMENT;
+}
+
 /* The backend that was asked for, by option or environment, or the best. */
 static ekv_status choose_backend(ekv_context *context, const char *option, char *message, size_t size) {
     const char *environment = option ? NULL : getenv("ENTMAXKV_BACKEND");
@@ -128,7 +133,7 @@ ekv_status ekv_context_create(const ekv_context_params *params, ekv_context **co
     if (params && !ekv_copy_params(&p, sizeof p, params, sizeof(size_t)))
         return set_message(message, message_size, EKV_ERROR_INVALID_ARGUMENT, "params->size is not that of an ekv_context_params", NULL);
     if (p.threads < 0 || p.threads > 4096)
-        return set_message(message, message_size, EKV_ERROR_INVALID_ARGUMENT, "params->threads is not in 0..4096", NULL);
+        return bad_threads(message, message_size, p.threads);
     if (!p.allocator.allocate != !p.allocator.release)
         return set_message(message, message_size, EKV_ERROR_INVALID_ARGUMENT,
                            "params->allocator has only one of allocate and release", NULL);

@@ -337,9 +337,17 @@ ekv_status ekv_scratch_bytes(ekv_context *context, const ekv_decode_params *para
 }
 
 ekv_status ekv_reserve(ekv_context *context, const ekv_decode_params *params) {
-    size_t bytes;
-    const ekv_status status = ekv_scratch_bytes(context, params, &bytes);
-    return status == EKV_OK ? ekv_need_scratch(context, bytes) : status;
+    ekv_step step;
+    if (!context) return EKV_ERROR_INVALID_ARGUMENT;
+    const ekv_status status = ekv_validate(context, params, &step);
+    if (status != EKV_OK) return status;
+    const plan decode = make_plan(&step);
+    const size_t bytes = plan_bytes(&step, &decode);
+    step.by_stages = step.bounds = step.moments = true; /* the stages on their own */
+    step.lists = false;
+    const plan query = make_plan(&step);
+    const size_t more = plan_bytes(&step, &query);
+    return ekv_need_scratch(context, bytes > more ? bytes : more);
 }
 
 /* ---- the stages on their own ---- */

@@ -61,24 +61,30 @@ static void write_out(const ekv_step *step, const ekv_row *row, const oracle *o)
     if (ekv_find_backend("scalar", &best)) best.kernels->store_row[step->p.out_dtype](&store);
 }
 
-static void write_report(const ekv_step *step, const ekv_item *item, const ekv_row *row, const oracle *o,
-                         const ekv_reference_result *result) {
+static void write_report(const ekv_step *step, const ekv_row *row, const oracle *o, const ekv_reference_result *result) {
     const int64_t element = (int64_t)ekv_element_bytes(step->kv.dtype);
-    ekv_report r = {.tau = result->tau, .mass_bound = result->mass_bound, .error_bound = 2.0 * result->value_norm * result->mass_bound,
-                    .support = result->support};
+    const double mass = result->mass_bound > 1.0 ? 1.0 : result->mass_bound; /* a share, but for its last rounding */
+    ekv_report r = {.tau = result->tau, .mass_bound = mass, .error_bound = 2.0 * result->value_norm * mass, .support = result->support};
     for (int32_t p = 0; p < row->pages; p++) {
         if (!o->pages[p]) continue;
         r.pages++;
         r.tokens += ekv_page_tokens(step, row->n, p);
     }
-    if (result->mass_bound == 0.0) r.error_bound = 0.0;
-    r.certified = r.tokens == row->n || r.mass_bound == 0.0;
+    const bool norms = step->index && step->index->norms;
+    r.certified = r.tokens == row->n || (!row->softmax && !isnan(r.tau));
+    for (int32_t p = 0; p < row->pages && r.certified; p++)
+        r.certified = o->pages[p] || (row->alpha - 1.0) * o->bound[p] <= r.tau;
+    if (r.certified)
+        r.mass_bound = r.error_bound = 0.0;
+    else if (!step->p.report_mass)
+        r.mass_bound = r.error_bound = NAN;
+    else if (!norms)
+        r.error_bound = NAN;
     r.group_pages = r.pages; /* the reference shares no reads: every row counts its own */
     r.total_pages = row->pages;
     r.bytes_keys = r.tokens * step->kv.k_dim * element;
     r.bytes_values = r.support * step->kv.v_dim * element;
     r.bytes_dense = (int64_t)row->n * (step->kv.k_dim + step->kv.v_dim) * element;
-    (void)item;
     step->p.report[(int64_t)row->token * step->p.q_heads + row->head] = r;
 }
 
@@ -125,7 +131,7 @@ static ekv_status each_row(const ekv_step *step, const ekv_item *items, int64_t 
                 write_query(step, &row, &o, to);
             else
                 write_out(step, &row, &o);
-            if (!to && step->p.report) write_report(step, &items[i], &row, &o, &result);
+            if (!to && step->p.report) write_report(step, &row, &o, &result);
         }
     ekv_release(&step->context->allocator, memory, bytes);
     return status;

@@ -121,7 +121,10 @@ static uint32_t kth_largest(const ekv_row *row, int64_t k, int64_t *ties) {
 static void select_topk(const ekv_step *step, ekv_row *row) {
     const int64_t budget = ekv_max64(1, step->p.budget / step->kv.page_size + (step->p.budget % step->kv.page_size != 0));
     int64_t k = ekv_min64(budget, row->pages), ties;
-    for (int64_t page = 0; page < row->pages; page++) k -= row->selected[page];
+    for (int64_t page = 0; page < row->pages; page++) {
+        row->selected[page] |= row->bound[page] == INFINITY; /* a key that is not finite: always read */
+        k -= row->selected[page];
+    }
     if (k <= 0) return;
     const uint32_t cut = kth_largest(row, k, &ties);
     for (int64_t page = 0; page < row->pages; page++) {

@@ -45,7 +45,6 @@ static ekv_status check_policy(ekv_context *context, const ekv_step *step) {
     VALID(!step->bounds || have & EKV_STATISTICS_BOX, "index has no BOX statistics, which %s needs",
           p->policy == EKV_POLICY_TOPK ? "policy topk" : "report_mass");
     VALID(!step->moments || have & EKV_STATISTICS_GAUSSIAN, "index has no GAUSSIAN statistics, which policy gaussian needs");
-    VALID(p->policy != EKV_POLICY_TOPK || p->budget >= 0, "budget is %lld, below 0", ll(p->budget));
     VALID(p->policy != EKV_POLICY_PAGES || p->page_mask, "page_mask is NULL, which policy pages needs");
     VALID(p->policy != EKV_POLICY_CERTIFIED || (p->max_mass >= 0.0 && p->max_mass < 1.0), "max_mass is %g, not in [0, 1)", p->max_mass);
     for (int32_t h = 0; h < p->q_heads && (p->policy == EKV_POLICY_GAUSSIAN || p->policy == EKV_POLICY_CERTIFIED); h++)

@@ -62,10 +62,10 @@ if [ "$kind" = shared ]; then
     symbols=$(nm -D --defined-only "$library" | awk '{ print $NF }')
     others=$(echo "$symbols" | grep -v '^ekv_' || true)
     [ -z "$others" ] || fail "the shared library exports other symbols than ekv_*: $others"
-    # All that the header declares and nothing else.
-    declared=$(sed -n 's/^EKV_API.*[ *]\(ekv_[a-z0-9_]*\)(.*/\1/p' "$prefix/include/entmaxkv/entmaxkv.h" | sort -u)
+    # All that the headers declare and nothing else.
+    declared=$(sed -n 's/^EKV_API.*[ *]\(ekv_[a-z0-9_]*\)(.*/\1/p' "$prefix"/include/entmaxkv/*.h | sort -u)
     exported=$(echo "$symbols" | sort -u)
-    [ "$declared" = "$exported" ] || fail "the header declares
+    [ "$declared" = "$exported" ] || fail "the headers declare
 $declared
 and the library exports
 $exported"

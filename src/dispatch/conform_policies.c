@@ -371,9 +371,13 @@ static void check_topk(ekv_check *c, const problem *p, const row *r) {
     const float *bound = p->bounds + r->number * p->table_stride;
     int64_t forced = 0, count = 0, worst = -1, best = -1;
     for (int32_t page = 0; page < r->pages; page++) {
-        forced += is_forced(p, r, page);
+        const bool forced_page = is_forced(p, r, page) || bound[page] == INFINITY; /* a key that is not finite is always read */
+        forced += forced_page;
         count += selected[page];
-        if (is_forced(p, r, page)) continue;
+        if (forced_page) {
+            ekv_expect(c, "selected, a page with a key that is not finite", page, selected[page], 1.0, 0.0);
+            continue;
+        }
         if (selected[page] && (worst < 0 || bound[page] <= bound[worst])) worst = page; /* the last of the lowest */
         if (!selected[page] && (best < 0 || bound[page] > bound[best])) best = page;    /* the first of the highest */
     }

@@ -562,6 +562,8 @@ static int64_t row_step(const problem *p) {
 static bool select_pages(ekv_check *c, problem *p) {
     if (p->step.policy != EKV_POLICY_CERTIFIED)
         return succeeded(c, ekv_select_pages(c->context, &p->step, p->selected, p->table_stride));
+    ekv_expect(c, "status of ekv_select_pages for policy certified", -1,
+               ekv_select_pages(c->context, &p->step, p->selected, p->table_stride), EKV_ERROR_UNSUPPORTED, 0.0);
     for (int64_t number = 0; number < p->rows; number++) {
         row r;
         describe_row(p, number, &r);

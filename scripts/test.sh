@@ -6,6 +6,8 @@
 #
 # The build is in build/default.
 set -eu
+# Waiting OpenMP threads sleep instead of spinning: on a machine with other work, spinning costs more than it saves.
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 
 cd "$(dirname "$0")/.."
 scripts/deps.sh build test

@@ -622,7 +622,8 @@ START_TEST(unknown_pages_are_read)
             const int64_t pages = pages_of(&p, s.lengths[0]), first = rng_between(&r, 0, pages - 1);
             const int64_t count = rng_between(&r, 1, pages - first);
             FOR_BACKENDS(b, &backends, &p) {
-                if (strcmp(backends.names[b], "reference") == 0) continue; /* it looks at keys, not at the index */
+                if (strcmp(backends.names[b], "reference") == 0)
+                    continue; /* it looks at keys, not at the index */
                 ekv_context *context = backends.contexts[b];
                 case_note("%s: pages %lld to %lld unknown: %s", backends.names[b], (long long)first,
                           (long long)(first + count - 1), problem_describe(&p));

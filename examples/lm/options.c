@@ -81,7 +81,8 @@ static bool parse_kv_type(const char *text, ekv_dtype *type, lm_error *error) {
 }
 
 static bool find_policy(const char *name, size_t length, ekv_policy *policy, lm_error *error) {
-    static const ekv_policy policies[LM_MAX_POLICIES] = {EKV_POLICY_FULL, EKV_POLICY_TOPK, EKV_POLICY_GAUSSIAN};
+    static const ekv_policy policies[LM_MAX_POLICIES] = {EKV_POLICY_FULL, EKV_POLICY_TOPK, EKV_POLICY_GAUSSIAN,
+                                                         EKV_POLICY_CERTIFIED};
     for (int i = 0; i < LM_MAX_POLICIES; i++) {
         const char *known = ekv_policy_name(policies[i]);
         if (strlen(known) == length && strncmp(name, known, length) == 0) {
@@ -89,7 +90,8 @@ static bool find_policy(const char *name, size_t length, ekv_policy *policy, lm_
             return true;
         }
     }
-    return lm_fail(error, "--policy %.*s: expected full, topk or gaussian, or several with commas between", (int)length, name);
+    return lm_fail(error, "--policy %.*s: expected full, topk, gaussian or certified, or several with commas between",
+                   (int)length, name);
 }
 
 /* No policy stands twice, so that the list is never longer than there are policies. */

@@ -13,7 +13,7 @@
 
 typedef enum lm_task { LM_PERPLEXITY, LM_PASSKEY, LM_GENERATE } lm_task;
 
-enum { LM_MAX_POLICIES = 3 };
+enum { LM_MAX_POLICIES = 4 };
 
 typedef struct lm_options {
     lm_task task;

@@ -48,13 +48,13 @@ static row make_row(const lm_options *options, const lm_result *result) {
 /* The columns are the JSON fields; the longer names take two lines. */
 static void print_table(const lm_options *options, const lm_result *results) {
     bool perplexity = options->task == LM_PERPLEXITY;
-    const char *layout = "%-8s  %7s  %7s  %9s  %9s  %7s  %9s  %9s  %10s  %8s  %12s\n";
+    const char *layout = "%-9s  %7s  %7s  %9s  %9s  %7s  %9s  %9s  %10s  %8s  %12s\n";
     printf(layout, "policy", "context", perplexity ? "windows" : "trials", perplexity ? "bits_per" : "accuracy", "kv_bytes",
            "pages", "mean_E", "max_E", "max_output", "ms_per", "attention_ms");
     printf(layout, "", "", "", perplexity ? "_byte" : "", "_share", "_share", "", "", "_error", "_token", "_per_token");
     for (int i = 0; i < options->policy_count; i++) {
         row r = make_row(options, &results[i]);
-        printf("%-8s  %7" PRId64 "  %7" PRId64 "  %9.4f  %9.4f  %7.4f  %9.3g  %9.3g  %10.3g  %8.3f  %12.3f\n", r.policy,
+        printf("%-9s  %7" PRId64 "  %7" PRId64 "  %9.4f  %9.4f  %7.4f  %9.3g  %9.3g  %10.3g  %8.3f  %12.3f\n", r.policy,
                r.context, r.count, r.score, r.kv_bytes_share, r.pages_share, r.mean_e, r.max_e, r.max_output_error,
                r.ms_per_token, r.attention_ms_per_token);
     }

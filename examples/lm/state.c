@@ -37,6 +37,7 @@ static bool create_cache(lm_state *state, const lm_state_params *params, lm_erro
     shape.kv_heads = state->config.kv_heads;
     shape.k_dim = state->config.head_dim;
     shape.v_dim = state->config.head_dim;
+    shape.statistics |= EKV_STATISTICS_SKETCH; /* for policy certified */
     shape.blocks = (params->max_length + shape.page_size - 1) / shape.page_size;
     if (ekv_cache_create(state->context, &shape, &state->cache) != EKV_OK ||
         ekv_sequence_create(state->context, state->cache, &state->sequence) != EKV_OK) {

@@ -8,8 +8,8 @@
  *      sketch   a bound for each token (sketch.c)
  *      keys     of whatever remains
  * Stages of an item: begin (norms, the newest pages and a sample of tokens read, decisions), sketch (per span: bounds of all tokens,
- * the best few read), raise (tau from all that was read), sweep (per span: every token read that is still above tau), and then finish,
- * values and output as for every policy.  Scores that were read stand in row->weight[token], marked in item->read.
+ * the best few read), raise (tau from all that was read), more (per span: some more of the best), raise again, sweep (per span: every token
+ * read whose bound is still above tau), and then finish, values and output as for every policy.  Scores that were read stand in row->weight[token], marked in item->read.
  *
  * SPDX-License-Identifier: Apache-2.0
  */
@@ -22,9 +22,10 @@
 #define SAMPLE 128         /* tokens that decisions are made from */
 #define LEAST_TOKENS 1024  /* fewer remaining tokens are read without further ado */
 #define PAYS 1.25          /* bytes that a level must save for each byte that it costs */
-#define BEST_SHARE 64      /* one in so many tokens of a span is read for its bound alone */
-#define RUN_GROUPS 64      /* sketch groups in one look-up */
 
+/* Tokens are read by falling bound in rounds, tau being raised after each: one in so many of a span's tokens per round. */
+static const int32_t round_share[EKV_CERTIFY_ROUNDS] = {64, 16, 6};
+#define RUN_GROUPS 64      /* sketch groups in one look-up */
 /* ---- scores ---- */
 
 /* Scores up to EKV_TILE tokens, in any order, for all rows of the item. */
@@ -128,7 +129,7 @@ static void bound_by_norms(const ekv_step *step, ekv_item *item, ekv_row *row) {
     for (int32_t p = 0; p < row->pages; p++) {
         row->bound[p] = INFINITY;
         if (!step->index || !step->index->norms || !page_known(step, item, row, p)) continue;
-        const double dot = norm * (double)ekv_index_norms(step->index, item->head, ekv_block(item, p))[0];
+        const double dot = norm * (double)*ekv_index_key_norm(step->index, item->head, ekv_block(item, p));
         const double bias = best_bias(step, row, p), bound = dot + bias + u * (dot + fabs(bias)) + 0x1p-120;
         if (bound < 3e38) row->bound[p] = nextafterf((float)bound, INFINITY);
     }
@@ -340,15 +341,15 @@ static double surviving_share(const ekv_step *step, ekv_item *item, const sample
         survivors += needed;
         looked++;
     }
-    item->bytes_sketch += looked * (int64_t)step->index->sketch_bytes;
+    item->bytes_sampled = looked * (int64_t)step->index->sketch_bytes;
     return looked ? (double)survivors / looked : 1.0;
 }
 
 /* ---- boxes ---- */
 
-/* The share of needed pages, of 32 looked at, that boxes rule out for every row. */
+/* The share of needed pages, of about 16 looked at, that boxes rule out for every row. */
 static double boxed_share(const ekv_step *step, ekv_item *item, int64_t pages, const double *tau) {
-    const int64_t stride = ekv_max64(1, pages / 32);
+    const int64_t stride = ekv_max64(1, pages / 16);
     int64_t seen = 0;
     int looked = 0, ruled_out = 0;
     for (int32_t p = 0; p < item->pages; p++) {
@@ -416,24 +417,25 @@ static void choose_levels(const ekv_step *step, ekv_item *item) {
         pages = pages_needed(item);
     }
     item->use_sketch = tables && (double)pages * page_size >= LEAST_TOKENS && key * (1.0 - share) > PAYS * sketch;
+    if (!item->use_sketch) item->bytes_sketch += item->bytes_sampled; /* otherwise the stage reads them once more, from cache */
 }
 
 void ekv_certify_begin(const ekv_step *step, ekv_item *item) {
     item->use_sketch = false;
-    item->bytes_statistics = item->bytes_sketch = 0;
+    item->bytes_statistics = item->bytes_sketch = item->bytes_sampled = 0;
     if (item->n == 0) return;
     memset(item->read, 0, (size_t)item->n + 8);
     for (int32_t r = 0; r < item->rows; r++) {
         item->row[r].cut = -INFINITY;
         bound_by_norms(step, item, &item->row[r]);
     }
-    if (step->index && step->index->norms) item->bytes_statistics += item->pages * (int64_t)(2 * sizeof(float));
+    if (step->index && step->index->norms) item->bytes_statistics += item->pages * (int64_t)sizeof(float);
     read_first(step, item);
     choose_levels(step, item);
 }
 
-/* Reads the tokens of a span with the highest bounds, about one in BEST_SHARE for each row. */
-static void read_best(const ekv_step *step, ekv_item *item, int64_t first_page, int64_t end_page) {
+/* Reads the tokens of a span with the highest bounds above the cut, about one in `share` for each row. */
+static void read_best(const ekv_step *step, ekv_item *item, int64_t first_page, int64_t end_page, int32_t share) {
     enum { BINS = 256 };
     gather g = {0};
     for (int32_t r = 0; r < item->rows; r++) {
@@ -459,7 +461,7 @@ static void read_best(const ekv_step *step, ekv_item *item, int64_t first_page, 
             }
             if (pass == 0 && top == 0) break;
             if (pass != 1) continue;
-            for (int32_t count = histogram[bin]; bin > 0 && count < tokens / BEST_SHARE; count += histogram[bin]) bin--;
+            for (int32_t count = histogram[bin]; bin > 0 && count < tokens / share; count += histogram[bin]) bin--;
         }
     }
     read_tokens(step, item, g.token, g.n);
@@ -479,7 +481,13 @@ void ekv_certify_sketch(const ekv_step *step, ekv_item *item, int32_t span) {
         item->part[span].count += (int32_t)run;
         p += run ? run : 1;
     }
-    read_best(step, item, first, end);
+}
+
+void ekv_certify_round(const ekv_step *step, ekv_item *item, int32_t span, int round) {
+    const int32_t page_size = step->kv.page_size;
+    const int64_t first = ekv_ceil_div((int64_t)span * EKV_SPAN, page_size);
+    if (!item->use_sketch) return;
+    read_best(step, item, first, ekv_min64(item->pages, ekv_ceil_div(((int64_t)span + 1) * EKV_SPAN, page_size)), round_share[round]);
 }
 
 /*

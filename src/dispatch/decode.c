@@ -42,7 +42,7 @@ static void place_item(const ekv_step *step, ekv_item *item, ekv_arena *arena) {
     item->row = ekv_take(arena, rows, sizeof *item->row);
     item->part = ekv_take(arena, rows * (size_t)item->spans, sizeof *item->part);
     item->values = ekv_take(arena, rows * (size_t)item->spans * ekv_padded(step->kv.v_dim), sizeof(float));
-    item->count = ekv_take(arena, step->moments ? pages : 0, sizeof(float));
+    item->count = ekv_take(arena, step->moments ? 4 * pages : 0, sizeof(float));
     item->read = ekv_take(arena, step->certified ? (size_t)item->n + 8 : 0, 1);
     item->looked = ekv_take(arena, step->certified ? pages : 0, 1);
     item->seen = ekv_take(arena, step->p.report ? (size_t)item->n / 64 + 1 : 0, sizeof(uint64_t));
@@ -116,6 +116,7 @@ typedef struct run {
     ekv_item *items;
     int64_t *first_span, *first_row; /* [items + 1] number of each item's first span and row */
     char *arenas;                    /* the items' memory */
+    int round;                       /* certified */
 } run;
 
 static plan make_plan(const ekv_step *step) {
@@ -200,6 +201,13 @@ static void stage_sketch(void *arg, int64_t i) {
     ekv_certify_sketch(r->step, item, (int32_t)span);
 }
 
+static void stage_round(void *arg, int64_t i) {
+    const run *r = arg;
+    int64_t span;
+    ekv_item *item = item_of(r, r->first_span, i, &span);
+    ekv_certify_round(r->step, item, (int32_t)span, r->round);
+}
+
 static void stage_raise(void *arg, int64_t i) {
     const run *r = arg;
     int64_t row;
@@ -250,7 +258,10 @@ static void whole_item(void *arg, int64_t i) {
     prepare(r->step, &item);
     if (r->step->certified) {
         for (int32_t span = 0; span < item.spans; span++) ekv_certify_sketch(r->step, &item, span);
-        for (int32_t row = 0; row < item.rows; row++) ekv_certify_raise(r->step, &item, &item.row[row]);
+        for (int round = 0; round < EKV_CERTIFY_ROUNDS; round++) {
+            for (int32_t span = 0; span < item.spans; span++) ekv_certify_round(r->step, &item, span, round);
+            for (int32_t row = 0; row < item.rows; row++) ekv_certify_raise(r->step, &item, &item.row[row]);
+        }
         for (int32_t span = 0; span < item.spans; span++) ekv_certify_sweep(r->step, &item, span);
     } else {
         for (int32_t span = 0; span < item.spans; span++) ekv_scan(r->step, &item, span);
@@ -291,7 +302,10 @@ static void run_stages(ekv_context *context, run *r) {
     ekv_parallel(context, r->plan.items, stage_prepare, r);
     if (r->step->certified) {
         ekv_parallel(context, r->plan.spans, stage_sketch, r);
-        ekv_parallel(context, r->plan.rows, stage_raise, r);
+        for (r->round = 0; r->round < EKV_CERTIFY_ROUNDS; r->round++) {
+            ekv_parallel(context, r->plan.spans, stage_round, r);
+            ekv_parallel(context, r->plan.rows, stage_raise, r);
+        }
         ekv_parallel(context, r->plan.spans, stage_sweep, r);
     } else {
         ekv_parallel(context, r->plan.spans, stage_scan, r);

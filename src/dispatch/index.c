@@ -140,8 +140,8 @@ static void build_page(void *arg, int64_t i) {
         u->kernels->moments[kv->dtype](&a);
     }
     if (statistics & EKV_STATISTICS_NORMS) {
-        float *norms = (float *)ekv_index_norms(index, head, block);
-        ekv_norms_args k = {keys, n, kv->k_dim, norms}, v = {values, n, kv->v_dim, norms + 1};
+        ekv_norms_args k = {keys, n, kv->k_dim, ekv_index_key_norm(index, head, block)};
+        ekv_norms_args v = {values, n, kv->v_dim, ekv_index_value_norm(index, head, block)};
         u->kernels->norms[kv->dtype](&k);
         u->kernels->norms[kv->dtype](&v);
     }

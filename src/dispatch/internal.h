@@ -54,7 +54,7 @@ struct ekv_index {
     bool owned;
     size_t box_bytes, moments_bytes; /* per page and head, 0 when not kept */
     char *boxes, *moments;           /* [kv_heads][blocks] */
-    float *norms;                    /* [kv_heads][blocks][2]: keys, values */
+    float *norms;                    /* [2][kv_heads][blocks]: keys, then values */
     uint16_t *counts;                /* [blocks] tokens that the statistics cover; 0: unknown page */
     /* The sketch, see sketch.c. */
     int32_t codes;        /* per key, without the norms; 0: no sketch is kept */
@@ -165,8 +165,11 @@ static inline const void *ekv_index_box(const ekv_index *index, int head, int64_
 static inline const void *ekv_index_moments(const ekv_index *index, int head, int64_t block) {
     return index->moments + (size_t)(head * index->shape.blocks + block) * index->moments_bytes;
 }
-static inline const float *ekv_index_norms(const ekv_index *index, int head, int64_t block) {
-    return index->norms + (size_t)(head * index->shape.blocks + block) * 2;
+static inline float *ekv_index_key_norm(const ekv_index *index, int head, int64_t block) {
+    return index->norms + (head * index->shape.blocks + block);
+}
+static inline float *ekv_index_value_norm(const ekv_index *index, int head, int64_t block) {
+    return index->norms + ((index->shape.kv_heads + head) * index->shape.blocks + block);
 }
 /* EKV_ERROR_INVALID_ARGUMENT if the index was made for another shape than kv's, or if kv itself is wrong. */
 ekv_status ekv_check_index(ekv_context *context, const ekv_index *index, const ekv_kv *kv);

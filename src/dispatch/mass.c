@@ -72,7 +72,7 @@ static double largest_value_norm(const ekv_step *step, const ekv_item *item, con
     for (int32_t p = 0; p < row->pages; p++) {
         const int64_t block = ekv_block(item, p);
         const bool known = step->index->counts[block] >= ekv_page_tokens(step, row->n, p);
-        const double norm = known ? (double)ekv_index_norms(step->index, item->head, block)[1] : (double)INFINITY;
+        const double norm = known ? (double)*ekv_index_value_norm(step->index, item->head, block) : (double)INFINITY;
         largest = norm > largest ? norm : largest;
     }
     return largest;

@@ -152,7 +152,7 @@ double ekv_normal_quantile(double p) {
 
 /* The scores that tau^ is estimated from: a mixture of normals. */
 typedef struct mixture {
-    const float *mean, *deviation, *count;
+    float *mean, *deviation, *count; /* [n] */
     int64_t n;
 } mixture;
 
@@ -196,30 +196,42 @@ static void mixture_mass(const ekv_step *step, const mixture *m, double beta, do
     }
 }
 
-/* tau^: the mass falls with tau; Newton inside a bracket. */
-static double estimate_tau(const ekv_step *step, const mixture *m, double beta) {
-    double low = -(double)INFINITY, high = -(double)INFINITY;
-    double total = 0.0;
+/* Leaves out the pages whose scores stay below `low` (by nine deviations, all but 1e-19 of their mass).  Compacts in place. */
+static void prune(mixture *m, double low) {
+    int64_t kept = 0;
+    for (int64_t p = 0; p < m->n; p++) {
+        if (!((double)m->mean[p] + 9.0 * (double)m->deviation[p] > low)) continue;
+        m->mean[kept] = m->mean[p];
+        m->deviation[kept] = m->deviation[p];
+        m->count[kept++] = m->count[p];
+    }
+    m->n = kept;
+}
+
+/* tau^: the mass falls with tau; Newton inside a bracket.  Overwrites the mixture. */
+static double estimate_tau(const ekv_step *step, mixture *m, double beta) {
+    double best = -(double)INFINITY, high = -(double)INFINITY, value, slope;
     for (int64_t p = 0; p < m->n; p++) {
         const double mean = (double)m->mean[p], reach = mean + 40.0 * (double)m->deviation[p] + 1.0;
-        low = mean > low ? mean : low;
+        best = mean > best ? mean : best;
         high = reach > high ? reach : high;
-        total += (double)m->count[p];
     }
-    low -= 2.0; /* half of the tokens of the best page exceed its mean; with beta < 1 this may not suffice: see below */
-    double value, slope;
+    double low = best - 1.0; /* by Jensen's inequality enough for beta >= 1; otherwise, or if rounding decides, lower */
     for (int i = 0; i < 60; i++) {
         mixture_mass(step, m, beta, low, &value, &slope);
         if (value >= 1.0) break;
         low -= 2.0 * (double)(i + 1);
     }
+    prune(m, low);
     double tau = low;
-    for (int step_count = 0; step_count < 100; step_count++) {
+    for (int steps = 0; steps < 100; steps++) {
         mixture_mass(step, m, beta, tau, &value, &slope);
-        if (value >= 1.0)
+        if (value >= 1.0) {
             low = tau;
-        else
+            if (steps % 4 == 3) prune(m, low);
+        } else {
             high = tau;
+        }
         /* the norm of the masses is straighter than their sum: (value^(1/beta) - 1) / (d value^(1/beta) / d tau) */
         double next = tau + beta * (value - ekv_pow(value, 1.0 - 1.0 / beta)) / slope;
         if (!(next > low && next < high)) next = low + 0.5 * (high - low);
@@ -267,11 +279,17 @@ static void select_gaussian(const ekv_step *step, ekv_item *item, ekv_row *row) 
     for (int32_t p = 0; p < row->pages; p++) item->count[p] = (float)ekv_page_tokens(step, row->n, p);
     double mean, deviation;
     global_normal(item, row, &mean, &deviation);
-    const float one_mean = (float)mean, one_deviation = (float)deviation, one_count = (float)row->n;
+    float one_mean = (float)mean, one_deviation = (float)deviation, one_count = (float)row->n;
     const bool single = step->p.gaussian_model == EKV_GAUSSIAN_SINGLE ||
                         (step->p.gaussian_model == EKV_GAUSSIAN_AUTO && row->slope == 0.0f);
-    const mixture m = single ? (mixture){&one_mean, &one_deviation, &one_count, 1}
-                             : (mixture){row->mean, row->deviation, item->count, row->pages};
+    mixture m = {&one_mean, &one_deviation, &one_count, 1};
+    if (!single) { /* a copy, which estimate_tau shortens as it goes */
+        const size_t bytes = (size_t)row->pages * sizeof(float);
+        m = (mixture){item->count + item->pages, item->count + 2 * (int64_t)item->pages, item->count + 3 * (int64_t)item->pages, row->pages};
+        memcpy(m.mean, row->mean, bytes);
+        memcpy(m.deviation, row->deviation, bytes);
+        memcpy(m.count, item->count, bytes);
+    }
     const double tau = estimate_tau(step, &m, 1.0 / (row->alpha - 1.0));
     const double cut = tau - margin_below(step, row, tau, deviation);
     for (int32_t p = 0; p < row->pages; p++) {
@@ -337,5 +355,5 @@ void ekv_select(const ekv_step *step, ekv_item *item) {
     const int64_t norms = step->p.report_mass && step->index && step->index->norms && boxes > 0 ? item->pages : 0;
     item->bytes_statistics = boxes * (int64_t)(step->index ? step->index->box_bytes : 0) +
                              (step->moments ? item->pages * (int64_t)step->index->moments_bytes : 0) +
-                             norms * (int64_t)(2 * sizeof(float));
+                             norms * (int64_t)sizeof(float);
 }

@@ -8,7 +8,7 @@
  *      finish    per row           tau, support, weights, E
  *      values    per item, span    weighted sums of the support's values
  *      output    per item          adds the spans, writes output and report
- * (policy certified: certified.c has three stages more.)
+ * (policy certified: certified.c has more stages.)
  * A span is EKV_SPAN tokens, fixed, so that partial sums do not depend on the number of threads.  With many items a task runs all
  * stages of one item; with few, each stage is a loop over all items and spans.  The results are the same bits.
  */
@@ -90,12 +90,12 @@ typedef struct ekv_item {
     ekv_row *row;             /* [rows] */
     ekv_part *part;           /* [rows][spans] */
     float *values;            /* [rows][spans][v_dim rounded up to 32] */
-    float *count;             /* [pages] scratch of selection: tokens per page */
+    float *count;             /* gaussian: [4][pages] tokens per page, and a mixture's mean, deviation and count */
     uint64_t *seen;           /* [n / 64 + 1] union of supports, for the report's bytes */
     uint8_t *read;            /* certified: [n + 8] 1: the token's score stands in row->weight */
     uint8_t *looked;          /* certified: [pages] 1: the page's sketch was read */
     bool use_sketch;
-    int64_t bytes_statistics, bytes_sketch, read_tokens, read_pages;
+    int64_t bytes_statistics, bytes_sketch, bytes_sampled, read_tokens, read_pages;
 } ekv_item;
 
 static inline int64_t ekv_block(const ekv_item *item, int64_t page) {
@@ -124,6 +124,8 @@ void ekv_output(const ekv_step *step, ekv_item *item);
 /* certified.c */
 void ekv_certify_begin(const ekv_step *step, ekv_item *item);
 void ekv_certify_sketch(const ekv_step *step, ekv_item *item, int32_t span);
+#define EKV_CERTIFY_ROUNDS 3
+void ekv_certify_round(const ekv_step *step, ekv_item *item, int32_t span, int round);
 void ekv_certify_raise(const ekv_step *step, ekv_item *item, ekv_row *row);
 void ekv_certify_sweep(const ekv_step *step, ekv_item *item, int32_t span);
 void ekv_certify_list(const ekv_item *item, ekv_row *row, bool tokens);

@@ -647,9 +647,9 @@ static void check_certified(ekv_check *c) { check_policy(c, EKV_POLICY_CERTIFIED
 #define ENTMAX_ALPHAS                                                                                                          \
   { "alpha", 5, alpha_names + 1, NULL }
 
-const ekv_family ekv_policy_families[] = {{"policy-full", 130, check_full, POLICY_AXES(ALL_ALPHAS)},
-                                          {"policy-topk", 130, check_topk_policy, POLICY_AXES(ALL_ALPHAS)},
-                                          {"policy-gaussian", 130, check_gaussian_policy, POLICY_AXES(ENTMAX_ALPHAS)},
-                                          {"policy-pages", 130, check_pages, POLICY_AXES(ALL_ALPHAS)},
-                                          {"policy-certified", 130, check_certified, POLICY_AXES(ENTMAX_ALPHAS)},
+const ekv_family ekv_policy_families[] = {{"policy-full", 90, check_full, POLICY_AXES(ALL_ALPHAS)},
+                                          {"policy-topk", 90, check_topk_policy, POLICY_AXES(ALL_ALPHAS)},
+                                          {"policy-gaussian", 90, check_gaussian_policy, POLICY_AXES(ENTMAX_ALPHAS)},
+                                          {"policy-pages", 90, check_pages, POLICY_AXES(ALL_ALPHAS)},
+                                          {"policy-certified", 90, check_certified, POLICY_AXES(ENTMAX_ALPHAS)},
                                           {0}};

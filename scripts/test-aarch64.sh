@@ -23,7 +23,7 @@ if [ ! -e "$root/complete" ]; then
             -o Dir::State::Lists="$apt/lists" -o Dir::State::status="$apt/status" -o Dir::Cache="$apt/cache" "$@"
     }
     arm64_apt update || echo "test-aarch64.sh: some package lists could not be fetched; going on with the others" >&2
-    (cd "$apt/packages" && arm64_apt download check libsubunit-dev libsleef-dev libsleef3) || {
+    (cd "$apt/packages" && arm64_apt download check libsubunit-dev libsleef-dev libsleef3 libcjson-dev libcjson1) || {
         echo "test-aarch64.sh: apt found no arm64 packages: add a mirror that carries that architecture" >&2
         exit 1
     }

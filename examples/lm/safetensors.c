@@ -294,6 +294,24 @@ const unsigned char *lm_safetensors_data(const lm_safetensors *file, const char 
     return file->data + t->begin;
 }
 
+bool lm_safetensors_find(const lm_safetensors *file, const char *name, lm_tensor *found) {
+    tensor key = {.name = name};
+    const tensor *t = bsearch(&key, file->tensors, file->count, sizeof(tensor), compare_names);
+    if (t == NULL) {
+        return false;
+    }
+    found->dtype = t->dtype;
+    found->rank = t->rank;
+    memcpy(found->shape, t->shape, sizeof found->shape);
+    found->data = file->data + t->begin;
+    return true;
+}
+
+const char *lm_safetensors_metadata(const lm_safetensors *file, const char *name) {
+    const cJSON *metadata = cJSON_GetObjectItemCaseSensitive(file->header, "__metadata__");
+    return cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(metadata, name));
+}
+
 /* Exact for every f16 value: the exponent is moved from bias 15 to bias 127, and subnormals are scaled by a power of two. */
 static float float_from_f16(uint32_t half) {
     uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 0x1fu, fraction = half & 0x3ffu;

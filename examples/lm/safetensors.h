@@ -11,6 +11,7 @@
 
 #include "error.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -28,6 +29,18 @@ void lm_safetensors_close(lm_safetensors *file); /* NULL is allowed */
  * little-endian and not aligned: copy them out, or use the function below.  Valid until the file is closed. */
 const unsigned char *lm_safetensors_data(const lm_safetensors *file, const char *name, const char *dtype, int rank,
                                          const int64_t *shape, lm_error *error);
+
+/* A tensor whatever its dtype and shape; false, with nothing set, if there is none of that name. */
+typedef struct lm_tensor {
+    const char *dtype;
+    int rank;
+    int64_t shape[LM_TENSOR_MAX_RANK];
+    const unsigned char *data; /* as above */
+} lm_tensor;
+bool lm_safetensors_find(const lm_safetensors *file, const char *name, lm_tensor *tensor);
+
+/* An entry of the header's __metadata__, which maps names to texts; NULL if there is none.  Valid until the file is closed. */
+const char *lm_safetensors_metadata(const lm_safetensors *file, const char *name);
 
 /* Converts `count` little-endian f16 values; exact. */
 void lm_floats_from_f16(const unsigned char *source, size_t count, float *target);

@@ -459,7 +459,8 @@ EKV_API ekv_status ekv_reserve(ekv_context *context, const ekv_decode_params *pa
  * [row * stride + p], stride >= the most pages of any sequence; entries past a row's pages are not written.
  *   ekv_page_bounds    an upper bound of the scores s in each page, rounding included; +infinity for an unknown page.  Needs BOX.
  *   ekv_page_moments   mean and standard deviation of the scores s in each page.  Needs GAUSSIAN.
- *   ekv_select_pages   1 where the policy would read the page, else 0 */
+ *   ekv_select_pages   1 where the policy would read the page, else 0; EKV_ERROR_UNSUPPORTED for policy certified, which decides
+ *                      while it reads */
 EKV_API ekv_status ekv_page_bounds(ekv_context *context, const ekv_decode_params *params, float *bounds, int64_t stride);
 EKV_API ekv_status ekv_page_moments(ekv_context *context, const ekv_decode_params *params, float *mean, float *deviation,
                                     int64_t stride);

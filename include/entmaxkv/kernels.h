@@ -5,7 +5,7 @@
  * cases are generated.  A kernel takes one argument struct.  "Typed" kernels exist once per storage type.
  *
  * To add a kernel: write its struct and its line here, its body in the header of src/cpu that the line's comment names, and its cases
- * in src/dispatch/conform.c.
+ * in a conform_*.c of src/dispatch.  ekv_conform(), at the end, compares any table of kernels, also one of yours, with plain code.
  *
  * Shared rules.  Pointers are non-NULL, sizes are as said, nothing is validated (the dispatcher did).  Rows of keys and values may be
  * unaligned; nothing past an element count is read or written.  Results have the same bits for every instruction set.  z units are
@@ -240,6 +240,78 @@ typedef struct ekv_kernels {
 #undef EKV_TYPED_FIELD
 #undef EKV_PLAIN_FIELD
 } ekv_kernels;
+
+/* ------------------------------------------------------------------------------------------------------------------------
+ * Conformance: kernels and policies against plain double-precision code
+ * --------------------------------------------------------------------------------------------------------------------- */
+
+typedef enum ekv_conform_status {
+    EKV_CONFORM_PASS = 0,
+    EKV_CONFORM_FAIL = 1,
+    EKV_CONFORM_UNSUPPORTED = 2 /* the table has no such kernel (a NULL entry), so nothing was called */
+} ekv_conform_status;
+
+/* The outcome of one case.  Pointers are valid during the callback alone. */
+typedef struct ekv_conform_result {
+    size_t size;
+    const char *backend; /* or the table's name */
+    const char *kernel;  /* a kernel of the list, "entmax" (the transform), or "policy-" and a policy's name */
+    int64_t number;      /* of the case: its place in the kernel's grid, the same in default and thorough runs */
+    const char *text;    /* the case in words: "dtype f16, dim 33, ..." */
+    ekv_conform_status status;
+    const char *what;    /* on failure: which output, buffer or property; else "" */
+    int64_t index;       /* on failure: the first differing element of it; -1 if no element is meant */
+    double got, expected, error, tolerance;
+    const char *replay;  /* the arguments of `entmaxkv` that run this case alone */
+} ekv_conform_result;
+
+typedef struct ekv_conform_options {
+    size_t size;
+    const char *backend;      /* a backend by name; NULL: every backend that is available */
+    const ekv_kernels *table; /* or these kernels (backend must be NULL).  Entries may be NULL: unsupported.  Policies run on the
+                                 table only if it is complete. */
+    const char *kernel;       /* only the kernel, "entmax" or "policy-<name>" of that name; NULL: all */
+    int64_t number;           /* only the case of that number; -1: all */
+    const char *text;         /* only cases whose text contains this; NULL: all */
+    uint64_t seed;            /* of the numbers in the cases */
+    int32_t thorough;         /* 0: a sample of each kernel's grid that holds every value of every axis; 1: the whole grid */
+    int32_t list;             /* 1: report what would run, as passed, and run nothing */
+    void (*result)(void *user, const ekv_conform_result *result); /* called after each case; may be NULL */
+    void *user;
+} ekv_conform_options;
+
+static inline ekv_conform_options ekv_conform_options_default(void) {
+    ekv_conform_options p = {sizeof(ekv_conform_options), NULL, NULL, NULL, -1, NULL, 1, 0, 0, NULL, NULL};
+    return p;
+}
+
+typedef struct ekv_conform_summary {
+    size_t size;
+    int64_t passed, failed, unsupported;
+    double worst; /* largest error / tolerance of a comparison that passed: how much room is left */
+} ekv_conform_summary;
+
+static inline ekv_conform_summary ekv_conform_summary_default(void) {
+    ekv_conform_summary p = {sizeof(ekv_conform_summary), 0, 0, 0, 0.0};
+    return p;
+}
+
+/* Compares kernels and whole decode steps with independent code in double precision.
+ *
+ * Every buffer lies between inaccessible pages, flush with its end, flush with its start, or one element off; what is left of its
+ * pages, unused page slots, tails and unread rows hold NaN, outputs hold a pattern that must survive past their end, and inputs must
+ * come back unchanged.  Tolerances are derived from the arithmetic that each kernel's contract states (see conform_*.c), and a NaN
+ * passes only where a NaN is right.  A kernel of the list without cases counts as a failure.
+ *
+ *   summary  may be NULL
+ *   message  on an error, up to message_size bytes of what is wrong with the options; may be NULL
+ * EKV_OK when the cases ran, whatever their outcome.  EKV_ERROR_UNAVAILABLE for a backend that cannot run here,
+ * EKV_ERROR_INVALID_ARGUMENT for an unknown kernel or case.
+ *
+ * On POSIX systems a memory fault (SIGSEGV, SIGBUS) or an illegal instruction (SIGILL, SIGFPE) inside a case is caught and reported as
+ * its failure: for as long as the call lasts, and only then, these signals have handlers of the library's, which pass on what
+ * comes from other threads.  One call at a time per process. */
+EKV_API ekv_status ekv_conform(const ekv_conform_options *options, ekv_conform_summary *summary, char *message, size_t message_size);
 
 #ifdef __cplusplus
 }

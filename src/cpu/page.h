@@ -68,7 +68,7 @@ EKV_INLINE void norms(ekv_dtype dtype, ekv_norms_args *a) {
             }
         }
         const double squares = vd_sum(sum);
-        if (!(squares <= largest)) largest = squares; /* a NaN is taken, and stays: nothing is <= it */
+        if (squares != squares || squares > largest) largest = squares; /* a NaN is taken, and stays: nothing is > it */
     }
     const double norm = sqrt(largest) * (1.0 + 0x1p-22) + 0x1p-140;
     *a->norm = norm <= 3.4028234663852886e38 ? (float)norm : INFINITY;

@@ -358,19 +358,44 @@ static double distance_above_pages(double tau, const page *pages, int64_t count)
     return fmax(tau - sum / (double)(count - 1), 0);
 }
 
-/* Keep page p if a * (mu_p + zeta_p sigma_p) > tau - Delta.  NaN on either side keeps it. */
-static void select_gaussian(const ekv_reference_problem *r, page *pages, int64_t count) {
+/* tau - Delta: what a page's quantile must exceed, in units of z. */
+static double gaussian_cut(const ekv_reference_problem *r, const page *pages, int64_t count) {
     const double a = alpha_minus_one(r->alpha);
     const page all = pool_pages(r, pages, count);
     const int single = r->gaussian_model == EKV_GAUSSIAN_SINGLE || (r->gaussian_model == EKV_GAUSSIAN_AUTO && r->slope == 0);
     const double tau = single ? estimate_tau(a, &all, 1) : estimate_tau(a, pages, count);
     const double above = distance_above_pages(tau / a, pages, count);
-    const double delta = a * fmax(r->margin_sigma * all.deviation, r->margin_fraction * above);
-    for (int64_t p = 0; p < count; p++) {
-        const double zeta = largest_quantile(r->quantile, pages[p].tokens);
-        if (!(a * (pages[p].mean + zeta * pages[p].deviation) <= tau - delta))
+    return tau - a * fmax(r->margin_sigma * all.deviation, r->margin_fraction * above);
+}
+
+/* a * (mu_p + zeta_p sigma_p), zeta for the page's number of tokens. */
+static double page_quantile(const ekv_reference_problem *r, const page *g) {
+    return alpha_minus_one(r->alpha) * (g->mean + largest_quantile(r->quantile, g->tokens) * g->deviation);
+}
+
+/* Keep page p if a * (mu_p + zeta_p sigma_p) > tau - Delta.  NaN on either side keeps it. */
+static void select_gaussian(const ekv_reference_problem *r, page *pages, int64_t count) {
+    const double cut = gaussian_cut(r, pages, count);
+    for (int64_t p = 0; p < count; p++)
+        if (!(page_quantile(r, &pages[p]) <= cut))
             pages[p].read = 1;
+}
+
+int ekv_reference_leads(const ekv_reference_problem *problem, const double *mean, const double *deviation, double *lead) {
+    const int64_t count = problem->n / problem->page_size + (problem->n % problem->page_size != 0);
+    page *pages = calloc((size_t)count + 1, sizeof(page));
+    if (!pages)
+        return -1;
+    for (int64_t p = 0; p < count; p++) {
+        const int64_t left = problem->n - p * problem->page_size;
+        pages[p] = (page){.tokens = (double)(left < problem->page_size ? left : problem->page_size), .mean = mean[p],
+                          .deviation = deviation[p]};
     }
+    const double cut = gaussian_cut(problem, pages, count);
+    for (int64_t p = 0; p < count; p++)
+        lead[p] = page_quantile(problem, &pages[p]) - cut;
+    free(pages);
+    return 0;
 }
 
 static void select_pages(const ekv_reference_problem *r, page *pages, int64_t count) {

@@ -42,6 +42,10 @@ typedef struct ekv_reference_result {
 /* Solves one row.  0, or -1 when it cannot allocate. */
 int ekv_reference_row(const ekv_reference_problem *problem, ekv_reference_result *result);
 
+/* Policy gaussian from given page moments of the scores s (keys are not looked at): lead[p] is how far, in z units, a page's quantile
+ * lies above what it must exceed to be read; NaN if a moment is not finite.  0, or -1 when it cannot allocate. */
+int ekv_reference_leads(const ekv_reference_problem *problem, const double *mean, const double *deviation, double *lead);
+
 /* tau of z[0..n) and the weights (may be NULL); alpha = 1 gives the log-sum-exp.  mass[i] (may be NULL: all 1) multiplies the
  * i-th term of the sum, as in the joint solve of E. */
 double ekv_reference_entmax(double alpha, const double *z, const double *mass, int64_t n, double *p);

@@ -1,8 +1,10 @@
 /*
  * Which backends there are, which can run on this machine, and which is best.
  *
- * Compiled with baseline flags: nothing here may need the instructions that it looks for.  "Available" means that the processor has
- * them and the operating system saves their registers; "worthwhile" that the backend is a good default.
+ * Compiled with baseline flags: nothing here may need the instructions that it looks for.  "Available" means that the processor
+ * has them and the operating system saves their registers; "worthwhile" that the backend is a good default: measured, see
+ * docs/conformance.md.  Whoever measures otherwise on a processor of theirs names the backend, by ENTMAXKV_BACKEND or the
+ * context's option; results are the same bits.
  *
  * SPDX-License-Identifier: Apache-2.0
  */

@@ -408,6 +408,8 @@ static ekv_status run_query(ekv_context *context, const ekv_decode_params *param
     VALID(params, "params is NULL");
     VALID(ekv_copy_params(&p, sizeof p, params, sizeof(size_t)), "params->size is %zu, not that of an ekv_decode_params", params->size);
     p.report = NULL;
+    if (q->selected && p.policy == EKV_POLICY_CERTIFIED)
+        return ekv_fail(context, EKV_ERROR_UNSUPPORTED, "policy certified selects no pages: it decides while it reads");
     if (!q->selected) p.policy = EKV_POLICY_FULL;
     ekv_status status = ekv_validate(context, &p, &step);
     if (status == EKV_OK) status = need_data(context, &step, false);

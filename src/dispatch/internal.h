@@ -119,13 +119,31 @@ int ekv_claim_slot(ekv_context *context);
 void ekv_release_slot(ekv_context *context, int slot);
 /* Physical cores that this process may use, cut by the container's CPU quota; at least 1. */
 int32_t ekv_default_threads(void);
+/* Its arithmetic: usable cores (0: unknown, then usable logical CPUs), cut by the quota in CPUs (0: none; below 1 counts as 1). */
+int32_t ekv_threads_for(int cores, int cpus, double quota);
+#if EKV_WITH_HWLOC
+/* Cores of a loaded hwloc_topology_t of which at least one hardware thread is both allowed there and in the hwloc_cpuset_t
+ * `process` (NULL: all). */
+int ekv_cores_of(void *topology, void *process);
+#endif
 
 /* ---- platform.c ---- */
 
-/* CPUs' worth of time that the container's cgroup (v1 or v2, mounted at root, usually "/sys/fs/cgroup") grants; 0: no limit. */
-double ekv_cpu_quota(const char *root);
+/* CPUs' worth of time that the cgroups of this process grant; 0: no limit.  `root` is where cgroups are mounted, usually
+ * "/sys/fs/cgroup", and `self` the file that says which ones the process is in, usually "/proc/self/cgroup".  Every ancestor limits,
+ * so the least of the path counts.  v1 and v2; a process inside a container, which sees its own cgroup as the root, is covered. */
+double ekv_cpu_quota(const char *root, const char *self);
 /* Logical CPUs in this process's affinity mask. */
 int ekv_allowed_cpus(void);
+/* For conformance: bytes of a page of memory, and memory of `span` bytes, a multiple of it, between inaccessible pages; NULL if there
+ * is none. */
+size_t ekv_memory_page(void);
+unsigned char *ekv_guarded_allocate(size_t span);
+void ekv_guarded_release(unsigned char *base, size_t span); /* NULL is allowed */
+/* Between begin and end, ekv_catch_fault() runs a call and returns NULL, or what ended it ("memory fault") and at which address. */
+void ekv_faults_begin(void);
+void ekv_faults_end(void);
+const char *ekv_catch_fault(void (*call)(void *arg), void *arg, const void **address);
 
 /* ---- sketch.c ---- */
 

@@ -105,19 +105,22 @@ static void find_covariance(trainer *t) {
 static void orthonormalise(double *rows, int32_t n, int32_t dim) {
     for (int32_t i = 0; i < n; i++) {
         double *row = rows + (size_t)i * (size_t)dim, length = sqrt(dot(row, row, dim));
-        const double before = length;
-        for (int attempt = 0, unit = i; attempt < 2 || (!(length > 1e-6 * before) && unit < 2 * dim); attempt++) {
-            if (!(length > 1e-9 * before) || !(length > 0.0)) { /* nothing left: try the next unit vector */
+        double left = length > 0.0 ? 1.0 : 0.0; /* the share of the row's length that the rows before it do not take away */
+        for (int pass = 0, unit = i; (pass < 2 || !(left > 1e-6)) && unit <= 2 * dim; pass++) {
+            if (!(left > 1e-9)) { /* nothing: try the next unit vector */
                 memset(row, 0, (size_t)dim * sizeof *row);
                 row[unit++ % dim] = 1.0;
-                attempt = 0;
+                length = 1.0;
+                pass = 0;
             }
             for (int32_t j = 0; j < i; j++) {
                 const double *other = rows + (size_t)j * (size_t)dim, along = dot(row, other, dim);
                 for (int32_t d = 0; d < dim; d++) row[d] -= along * other[d];
             }
-            length = sqrt(dot(row, row, dim));
-            for (int32_t d = 0; d < dim && length > 0.0; d++) row[d] /= length;
+            const double rest = sqrt(dot(row, row, dim));
+            for (int32_t d = 0; d < dim && rest > 0.0; d++) row[d] /= rest;
+            left = rest / length;
+            length = 1.0;
         }
     }
 }

@@ -91,19 +91,33 @@ void ekv_release_slot(ekv_context *context, int slot) { atomic_store_explicit(&c
 
 /* ---- the default number ---- */
 
+int32_t ekv_threads_for(int cores, int cpus, double quota) {
+    int threads = cores >= 1 ? cores : cpus;
+    if (quota > 0.0 && quota < threads) threads = quota < 1.0 ? 1 : (int)quota;
+    return threads < 1 ? 1 : threads;
+}
+
 #if EKV_WITH_HWLOC
-/* Cores of which at least one hardware thread may be used; 0 if the topology cannot be read. */
+int ekv_cores_of(void *machine, void *process) {
+    const hwloc_topology_t topology = machine;
+    hwloc_cpuset_t usable = hwloc_bitmap_dup(hwloc_topology_get_allowed_cpuset(topology));
+    int cores = 0;
+    if (usable && process) hwloc_bitmap_and(usable, usable, process);
+    for (hwloc_obj_t core = NULL; usable && (core = hwloc_get_next_obj_by_type(topology, HWLOC_OBJ_CORE, core));)
+        cores += hwloc_bitmap_intersects(core->cpuset, usable);
+    hwloc_bitmap_free(usable);
+    return cores;
+}
+
+/* The same of this machine and thread; 0 if the topology cannot be read. */
 static int physical_cores(void) {
     hwloc_topology_t topology;
     int cores = 0;
     if (hwloc_topology_init(&topology)) return 0;
     if (!hwloc_topology_load(topology)) {
-        hwloc_cpuset_t bound = hwloc_bitmap_dup(hwloc_topology_get_allowed_cpuset(topology));
         hwloc_cpuset_t process = hwloc_bitmap_alloc();
-        if (bound && process && !hwloc_get_cpubind(topology, process, HWLOC_CPUBIND_THREAD)) hwloc_bitmap_and(bound, bound, process);
-        for (hwloc_obj_t core = NULL; bound && (core = hwloc_get_next_obj_by_type(topology, HWLOC_OBJ_CORE, core));)
-            cores += hwloc_bitmap_intersects(core->cpuset, bound);
-        hwloc_bitmap_free(bound);
+        const int bound = process && !hwloc_get_cpubind(topology, process, HWLOC_CPUBIND_THREAD);
+        cores = ekv_cores_of(topology, bound ? process : NULL);
         hwloc_bitmap_free(process);
     }
     hwloc_topology_destroy(topology);
@@ -114,9 +128,5 @@ static int physical_cores(void) { return 0; }
 #endif
 
 int32_t ekv_default_threads(void) {
-    int threads = physical_cores();
-    if (threads < 1) threads = ekv_allowed_cpus();
-    const double quota = ekv_cpu_quota("/sys/fs/cgroup");
-    if (quota > 0.0 && quota < threads) threads = quota < 1.0 ? 1 : (int)quota;
-    return threads < 1 ? 1 : threads;
+    return ekv_threads_for(physical_cores(), ekv_allowed_cpus(), ekv_cpu_quota("/sys/fs/cgroup", "/proc/self/cgroup"));
 }

@@ -242,205 +242,200 @@ static void check_configurations(configurations *all, problem *p) {
     result_free(&first);
 }
 
-START_TEST(backends_and_threads)
-    {
-        configurations all;
-        configurations_open(&all);
-        FOR_CASES(index, 500) {
-            rng r = case_begin("backends_and_threads", index);
-            problem p;
-            random_step(&p, &r, 800);
-            check_configurations(&all, &p);
-            problem_free(&p);
-        }
-        configurations_close(&all);
+START_TEST(backends_and_threads) {
+    configurations all;
+    configurations_open(&all);
+    FOR_CASES(index, 500) {
+        rng r = case_begin("backends_and_threads", index);
+        problem p;
+        random_step(&p, &r, 800);
+        check_configurations(&all, &p);
+        problem_free(&p);
     }
+    configurations_close(&all);
+}
 END_TEST
 
 /* One long sequence: cut into spans, which depend on its length alone. */
-START_TEST(long_sequence)
-    {
-        static const double alphas[] = {1, 1.1, 4.0 / 3, 1.5, 2, 3};
-        configurations all;
-        configurations_open(&all);
-        FOR_CASES(index, 36) {
-            rng r = case_begin("long_sequence", index);
-            shape s;
-            memset(&s, 0, sizeof s);
-            s.content = (content)(index % CONTENT_COUNT);
-            s.dtype = (ekv_dtype)(index % 3);
-            s.batch = s.kv_heads = 1;
-            s.group = (int32_t)(1 + index % 2);
-            s.k_dim = s.v_dim = 16;
-            s.page_size = 16;
-            s.lengths[0] = (int32_t)rng_between(&r, 12000, 24000);
-            s.queries[0] = 1;
-            s.q_size = index % 2 ? 1 : 6;
-            problem p;
-            problem_make(&p, &s, &r);
-            p.step.alpha = alphas[index % 6];
-            p.step.policy = index / 6 % 3 == 0 || p.step.alpha == 1 ? EKV_POLICY_FULL
-                            : index / 6 % 3 == 1                    ? EKV_POLICY_TOPK
-                                                                    : EKV_POLICY_GAUSSIAN;
-            p.step.budget = 4000;
-            check_configurations(&all, &p);
-            problem_free(&p);
-        }
-        configurations_close(&all);
+START_TEST(long_sequence) {
+    static const double alphas[] = {1, 1.1, 4.0 / 3, 1.5, 2, 3};
+    configurations all;
+    configurations_open(&all);
+    FOR_CASES(index, 36) {
+        rng r = case_begin("long_sequence", index);
+        shape s;
+        memset(&s, 0, sizeof s);
+        s.content = (content)(index % CONTENT_COUNT);
+        s.dtype = (ekv_dtype)(index % 3);
+        s.batch = s.kv_heads = 1;
+        s.group = (int32_t)(1 + index % 2);
+        s.k_dim = s.v_dim = 16;
+        s.page_size = 16;
+        s.lengths[0] = (int32_t)rng_between(&r, 12000, 24000);
+        s.queries[0] = 1;
+        s.q_size = index % 2 ? 1 : 6;
+        problem p;
+        problem_make(&p, &s, &r);
+        p.step.alpha = alphas[index % 6];
+        p.step.policy = index / 6 % 3 == 0 || p.step.alpha == 1 ? EKV_POLICY_FULL
+                        : index / 6 % 3 == 1                    ? EKV_POLICY_TOPK
+                                                                : EKV_POLICY_GAUSSIAN;
+        p.step.budget = 4000;
+        check_configurations(&all, &p);
+        problem_free(&p);
     }
+    configurations_close(&all);
+}
 END_TEST
 
 static const double transform_alphas[] = {1, 1 + 1e-9, 1.0001, 1.1, 1.25, 4.0 / 3, 1.5, 1.75, 2, 3, 10};
 
-START_TEST(transforms)
-    {
-        configurations all;
-        configurations_open(&all);
-        FOR_CASES(index, 2000) {
-            rng r = case_begin("transforms", index);
-            const double alpha = RNG_PICK(&r, transform_alphas), size = RNG_PICK(&r, ((const double[]){1e-3, 1, 10, 1000}));
-            const int64_t n = rng_chance(&r, 0.1) ? rng_between(&r, 1000, 20000) : rng_between(&r, 0, 200);
-            float *scores = malloc((size_t)n * sizeof *scores + 1), *first = malloc((size_t)n * sizeof *first + 1);
-            float *weights = malloc((size_t)n * sizeof *weights + 1);
-            for (int64_t i = 0; i < n; i++) {
-                scores[i] = (float)size * rng_rough_normal(&r);
-            }
-            double tau, first_tau = 0;
-            int64_t support, first_support = 0;
-            for (int i = 0; i < all.count; i++) {
-                case_note("%s: alpha %.10g n %lld", all.list[i].name, alpha, (long long)n);
-                EXPECT_OK(all.list[i].context, ekv_entmax(all.list[i].context, alpha, scores, n, weights, &tau, &support));
-                if (i == 0) {
-                    memcpy(first, weights, (size_t)n * sizeof *first);
-                    first_tau = tau;
-                    first_support = support;
-                }
-                EXPECT(memcmp(first, weights, (size_t)n * sizeof *first) == 0, "the weights differ");
-                EXPECT(same_double(tau, first_tau) && support == first_support, "tau %.17g and %.17g", first_tau, tau);
-            }
-            free(scores);
-            free(first);
-            free(weights);
+START_TEST(transforms) {
+    configurations all;
+    configurations_open(&all);
+    FOR_CASES(index, 2000) {
+        rng r = case_begin("transforms", index);
+        const double alpha = RNG_PICK(&r, transform_alphas), size = RNG_PICK(&r, ((const double[]){1e-3, 1, 10, 1000}));
+        const int64_t n = rng_chance(&r, 0.1) ? rng_between(&r, 1000, 20000) : rng_between(&r, 0, 200);
+        float *scores = malloc((size_t)n * sizeof *scores + 1), *first = malloc((size_t)n * sizeof *first + 1);
+        float *weights = malloc((size_t)n * sizeof *weights + 1);
+        for (int64_t i = 0; i < n; i++) {
+            scores[i] = (float)size * rng_rough_normal(&r);
         }
-        configurations_destroy(&all); /* a transform need not use the pool */
+        double tau, first_tau = 0;
+        int64_t support, first_support = 0;
+        for (int i = 0; i < all.count; i++) {
+            case_note("%s: alpha %.10g n %lld", all.list[i].name, alpha, (long long)n);
+            EXPECT_OK(all.list[i].context, ekv_entmax(all.list[i].context, alpha, scores, n, weights, &tau, &support));
+            if (i == 0) {
+                memcpy(first, weights, (size_t)n * sizeof *first);
+                first_tau = tau;
+                first_support = support;
+            }
+            EXPECT(memcmp(first, weights, (size_t)n * sizeof *first) == 0, "the weights differ");
+            EXPECT(same_double(tau, first_tau) && support == first_support, "tau %.17g and %.17g", first_tau, tau);
+        }
+        free(scores);
+        free(first);
+        free(weights);
     }
+    configurations_destroy(&all); /* a transform need not use the pool */
+}
 END_TEST
 
 /* ---- Layout and group ------------------------------------------------------------------------------------------------- */
 
 /* The same keys, values and queries in every layout, packed and padded. */
-START_TEST(layouts)
-    {
-        backend_set backends;
-        backends_open(&backends, 3);
-        FOR_CASES(index, 200) {
-            rng r = case_begin("layouts", index);
-            shape s = shape_random(&r, 300);
-            s.layout = LAYOUT_TOKENS_HEADS;
-            s.padded = s.spare_blocks = false;
-            problem plain;
-            problem_make(&plain, &s, &r);
-            for (int b = 0; b < backends.count; b++) {
-                result first = {0};
-                for (int l = 0; l < LAYOUT_COUNT * 2 && !backend_is_reference(&backends, b); l++) {
-                    s.layout = (layout)(l / 2);
-                    s.padded = s.spare_blocks = l % 2;
-                    problem p;
-                    rng same = r;
-                    problem_make(&p, &s, &same);
-                    problem_copy_content(&p, &plain);
-                    same = r;
-                    problem_random_parameters(&p, &same);
-                    problem_random_policy(&p, &same, (ekv_policy)(index % 4));
-                    case_note("%s: %s", backends.names[b], problem_describe(&p));
-                    result other;
-                    result_make(&other, &p, backends.contexts[b], true);
-                    if (l == 0) {
-                        first = other;
-                    } else {
-                        compare_results(&first, &other);
-                        result_free(&other);
-                    }
-                    problem_free(&p);
+START_TEST(layouts) {
+    backend_set backends;
+    backends_open(&backends, 3);
+    FOR_CASES(index, 200) {
+        rng r = case_begin("layouts", index);
+        shape s = shape_random(&r, 300);
+        s.layout = LAYOUT_TOKENS_HEADS;
+        s.padded = s.spare_blocks = false;
+        problem plain;
+        problem_make(&plain, &s, &r);
+        for (int b = 0; b < backends.count; b++) {
+            result first = {0};
+            for (int l = 0; l < LAYOUT_COUNT * 2 && !backend_is_reference(&backends, b); l++) {
+                s.layout = (layout)(l / 2);
+                s.padded = s.spare_blocks = l % 2;
+                problem p;
+                rng same = r;
+                problem_make(&p, &s, &same);
+                problem_copy_content(&p, &plain);
+                same = r;
+                problem_random_parameters(&p, &same);
+                problem_random_policy(&p, &same, (ekv_policy)(index % 4));
+                case_note("%s: %s", backends.names[b], problem_describe(&p));
+                result other;
+                result_make(&other, &p, backends.contexts[b], true);
+                if (l == 0) {
+                    first = other;
+                } else {
+                    compare_results(&first, &other);
+                    result_free(&other);
                 }
-                result_free(&first);
+                problem_free(&p);
             }
-            problem_free(&plain);
+            result_free(&first);
         }
-        backends_close(&backends);
+        problem_free(&plain);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /*
  * A query head's output does not depend on the heads that share its KV head, nor on the other KV heads.  Softmax over selected
  * pages is left out: its sums follow the union of the group's pages.
  */
-START_TEST(groups)
-    {
-        backend_set backends;
-        backends_open(&backends, 3);
-        FOR_CASES(index, 200) {
-            rng r = case_begin("groups", index);
-            shape s = shape_random(&r, 500);
-            s.batch = 1;
-            s.ragged = false;
-            s.queries[0] = 1;
-            s.padded = false;
-            problem p;
-            problem_make(&p, &s, &r);
-            problem_random_parameters(&p, &r);
-            problem_random_policy(&p, &r, (ekv_policy)(index % 4));
-            for (int b = 0; b < backends.count; b++) {
-                if (backend_is_reference(&backends, b)) {
-                    continue;
-                }
-                case_note("%s: %s", backends.names[b], problem_describe(&p));
-                problem_index(&p, backends.contexts[b], all_statistics);
-                problem_decode(&p, backends.contexts[b]);
-                const size_t row_bytes = (size_t)s.v_dim * dtype_size(s.out_dtype);
-                unsigned char *alone = malloc(row_bytes * (size_t)s.kv_heads);
-                for (int32_t g = 0; g < s.group; g++) { /* head g of every group, as if groups had one head */
-                    double alphas[3];
-                    float scales[3], slopes[3];
-                    unsigned char *q = malloc((size_t)(s.kv_heads * s.k_dim) * 4),
-                                  *mask = malloc((size_t)(s.kv_heads * p.step.page_mask_stride) + 1);
-                    for (int32_t h = 0; h < s.kv_heads; h++) {
-                        const int32_t head = h * s.group + g;
-                        alphas[h] = p.step.head_alpha ? p.step.head_alpha[head] : p.step.alpha;
-                        scales[h] = p.step.head_scale ? p.step.head_scale[head] : 0;
-                        slopes[h] = p.step.slopes ? p.step.slopes[head] : 0;
-                        const size_t q_row = (size_t)s.k_dim * dtype_size(s.q_dtype);
-                        memcpy(q + (size_t)h * q_row, (const char *)p.q.data + (size_t)head * q_row, q_row);
-                        if (p.step.page_mask) {
-                            memcpy(mask + h * p.step.page_mask_stride, p.step.page_mask + head * p.step.page_mask_stride,
-                                   (size_t)p.step.page_mask_stride);
-                        }
-                    }
-                    ekv_decode_params step = p.step;
-                    step.q_heads = s.kv_heads;
-                    step.q = q;
-                    step.out = alone;
-                    step.report = NULL;
-                    step.head_alpha = alphas;
-                    step.head_scale = p.step.head_scale ? scales : NULL;
-                    step.slopes = p.step.slopes ? slopes : NULL;
-                    step.page_mask = p.step.page_mask ? mask : NULL;
-                    EXPECT_OK(backends.contexts[b], ekv_decode(backends.contexts[b], &step));
-                    for (int32_t h = 0; h < s.kv_heads; h++) {
-                        const unsigned char *row = (const unsigned char *)p.out.data + (size_t)(h * s.group + g) * row_bytes;
-                        EXPECT((alphas[h] == 1 && p.step.policy != EKV_POLICY_FULL) ||
-                                   memcmp(row, alone + (size_t)h * row_bytes, row_bytes) == 0,
-                               "head %d of KV head %d differs alone", g, h);
-                    }
-                    free(q);
-                    free(mask);
-                }
-                free(alone);
+START_TEST(groups) {
+    backend_set backends;
+    backends_open(&backends, 3);
+    FOR_CASES(index, 200) {
+        rng r = case_begin("groups", index);
+        shape s = shape_random(&r, 500);
+        s.batch = 1;
+        s.ragged = false;
+        s.queries[0] = 1;
+        s.padded = false;
+        problem p;
+        problem_make(&p, &s, &r);
+        problem_random_parameters(&p, &r);
+        problem_random_policy(&p, &r, (ekv_policy)(index % 4));
+        for (int b = 0; b < backends.count; b++) {
+            if (backend_is_reference(&backends, b)) {
+                continue;
             }
-            problem_free(&p);
+            case_note("%s: %s", backends.names[b], problem_describe(&p));
+            problem_index(&p, backends.contexts[b], all_statistics);
+            problem_decode(&p, backends.contexts[b]);
+            const size_t row_bytes = (size_t)s.v_dim * dtype_size(s.out_dtype);
+            unsigned char *alone = malloc(row_bytes * (size_t)s.kv_heads);
+            for (int32_t g = 0; g < s.group; g++) { /* head g of every group, as if groups had one head */
+                double alphas[3];
+                float scales[3], slopes[3];
+                unsigned char *q = malloc((size_t)(s.kv_heads * s.k_dim) * 4),
+                              *mask = malloc((size_t)(s.kv_heads * p.step.page_mask_stride) + 1);
+                for (int32_t h = 0; h < s.kv_heads; h++) {
+                    const int32_t head = h * s.group + g;
+                    alphas[h] = p.step.head_alpha ? p.step.head_alpha[head] : p.step.alpha;
+                    scales[h] = p.step.head_scale ? p.step.head_scale[head] : 0;
+                    slopes[h] = p.step.slopes ? p.step.slopes[head] : 0;
+                    const size_t q_row = (size_t)s.k_dim * dtype_size(s.q_dtype);
+                    memcpy(q + (size_t)h * q_row, (const char *)p.q.data + (size_t)head * q_row, q_row);
+                    if (p.step.page_mask) {
+                        memcpy(mask + h * p.step.page_mask_stride, p.step.page_mask + head * p.step.page_mask_stride,
+                               (size_t)p.step.page_mask_stride);
+                    }
+                }
+                ekv_decode_params step = p.step;
+                step.q_heads = s.kv_heads;
+                step.q = q;
+                step.out = alone;
+                step.report = NULL;
+                step.head_alpha = alphas;
+                step.head_scale = p.step.head_scale ? scales : NULL;
+                step.slopes = p.step.slopes ? slopes : NULL;
+                step.page_mask = p.step.page_mask ? mask : NULL;
+                EXPECT_OK(backends.contexts[b], ekv_decode(backends.contexts[b], &step));
+                for (int32_t h = 0; h < s.kv_heads; h++) {
+                    const unsigned char *row = (const unsigned char *)p.out.data + (size_t)(h * s.group + g) * row_bytes;
+                    EXPECT((alphas[h] == 1 && p.step.policy != EKV_POLICY_FULL) ||
+                               memcmp(row, alone + (size_t)h * row_bytes, row_bytes) == 0,
+                           "head %d of KV head %d differs alone", g, h);
+                }
+                free(q);
+                free(mask);
+            }
+            free(alone);
         }
-        backends_close(&backends);
+        problem_free(&p);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /* ---- Floating-point modes --------------------------------------------------------------------------------------------- */
@@ -524,76 +519,74 @@ static void check_mode(configuration *c, problem *p, int mode, const result *exp
     result_free(&under);
 }
 
-START_TEST(floating_point_modes)
-    {
-        configurations all;
-        configurations_open(&all);
-        FOR_CASES(index, 60) {
-            rng r = case_begin("floating_point_modes", index);
-            shape s = shape_random(&r, 400);
-            s.batch = 1;
-            s.ragged = false;
-            s.queries[0] = 1;
-            s.out_dtype = EKV_F32;
-            problem p;
-            problem_make(&p, &s, &r);
-            problem_random_parameters(&p, &r);
-            problem_random_policy(&p, &r, (ekv_policy)(index % 4));
-            if (index % 2) {
-                make_subnormal(&p, &r);
-            }
-            const float scores[] = {0.3f, 1e-40f, -0.7f, 0.29f};
-            for (int i = (int)(index % 3); i < all.count; i += 3) {
-                configuration *c = &all.list[i];
-                result usual;
-                float weights[4];
-                case_note("%s: %s", c->name, problem_describe(&p));
-                result_make(&usual, &p, c->context, true);
-                EXPECT_OK(c->context, ekv_entmax(c->context, 1.25, scores, 4, weights, NULL, NULL));
-                for (int mode = 0; mode < 8; mode++) {
-                    case_note("%s: rounding %d%s: %s", c->name, mode / 2, mode % 2 ? ", flushing" : "", problem_describe(&p));
-                    check_mode(c, &p, mode, &usual, weights);
-                }
-                result_free(&usual);
-            }
-            problem_free(&p);
+START_TEST(floating_point_modes) {
+    configurations all;
+    configurations_open(&all);
+    FOR_CASES(index, 60) {
+        rng r = case_begin("floating_point_modes", index);
+        shape s = shape_random(&r, 400);
+        s.batch = 1;
+        s.ragged = false;
+        s.queries[0] = 1;
+        s.out_dtype = EKV_F32;
+        problem p;
+        problem_make(&p, &s, &r);
+        problem_random_parameters(&p, &r);
+        problem_random_policy(&p, &r, (ekv_policy)(index % 4));
+        if (index % 2) {
+            make_subnormal(&p, &r);
         }
-        configurations_destroy(&all);
+        const float scores[] = {0.3f, 1e-40f, -0.7f, 0.29f};
+        for (int i = (int)(index % 3); i < all.count; i += 3) {
+            configuration *c = &all.list[i];
+            result usual;
+            float weights[4];
+            case_note("%s: %s", c->name, problem_describe(&p));
+            result_make(&usual, &p, c->context, true);
+            EXPECT_OK(c->context, ekv_entmax(c->context, 1.25, scores, 4, weights, NULL, NULL));
+            for (int mode = 0; mode < 8; mode++) {
+                case_note("%s: rounding %d%s: %s", c->name, mode / 2, mode % 2 ? ", flushing" : "", problem_describe(&p));
+                check_mode(c, &p, mode, &usual, weights);
+            }
+            result_free(&usual);
+        }
+        problem_free(&p);
     }
+    configurations_destroy(&all);
+}
 END_TEST
 
 #  if defined(__x86_64__) && defined(__GLIBC__)
 /* A host that traps invalid operations, divisions by zero and overflows is not killed by ours. */
-START_TEST(unmasked_exceptions)
-    {
-        backend_set backends;
-        backends_open(&backends, 2);
-        FOR_CASES(index, 200) {
-            rng r = case_begin("unmasked_exceptions", index);
-            problem p;
-            random_step(&p, &r, 300);
-            if (index % 3 == 0 && p.shape.lengths[0] > 0) {
-                dtype_store(p.shape.dtype, problem_key(&p, 0, 0, 0), 0, index % 2 ? NAN : INFINITY);
-            }
-            for (int b = 0; b < backends.count; b++) {
-                if (backend_is_reference(&backends, b)) {
-                    continue;
-                }
-                case_note("%s: %s", backends.names[b], problem_describe(&p));
-                const int enabled = FE_INVALID | FE_DIVBYZERO | FE_OVERFLOW;
-                feclearexcept(FE_ALL_EXCEPT);
-                feenableexcept(enabled);
-                problem_index(&p, backends.contexts[b], all_statistics);
-                const ekv_status status = ekv_decode(backends.contexts[b], &p.step);
-                const int after = fegetexcept();
-                fedisableexcept(FE_ALL_EXCEPT);
-                EXPECT(status == EKV_OK, "%s", ekv_last_error(backends.contexts[b]));
-                EXPECT(after == enabled, "the enabled exceptions were %x and are %x", enabled, after);
-            }
-            problem_free(&p);
+START_TEST(unmasked_exceptions) {
+    backend_set backends;
+    backends_open(&backends, 2);
+    FOR_CASES(index, 200) {
+        rng r = case_begin("unmasked_exceptions", index);
+        problem p;
+        random_step(&p, &r, 300);
+        if (index % 3 == 0 && p.shape.lengths[0] > 0) {
+            dtype_store(p.shape.dtype, problem_key(&p, 0, 0, 0), 0, index % 2 ? NAN : INFINITY);
         }
-        backends_close(&backends);
+        for (int b = 0; b < backends.count; b++) {
+            if (backend_is_reference(&backends, b)) {
+                continue;
+            }
+            case_note("%s: %s", backends.names[b], problem_describe(&p));
+            const int enabled = FE_INVALID | FE_DIVBYZERO | FE_OVERFLOW;
+            feclearexcept(FE_ALL_EXCEPT);
+            feenableexcept(enabled);
+            problem_index(&p, backends.contexts[b], all_statistics);
+            const ekv_status status = ekv_decode(backends.contexts[b], &p.step);
+            const int after = fegetexcept();
+            fedisableexcept(FE_ALL_EXCEPT);
+            EXPECT(status == EKV_OK, "%s", ekv_last_error(backends.contexts[b]));
+            EXPECT(after == enabled, "the enabled exceptions were %x and are %x", enabled, after);
+        }
+        problem_free(&p);
     }
+    backends_close(&backends);
+}
 END_TEST
 #    define HAVE_TRAPS 1
 #  endif
@@ -666,59 +659,57 @@ static void use_everything(rng *r) {
     backends_close(&backends);
 }
 
-START_TEST(process_is_left_alone)
-    {
-        void (*set_threads)(int) = NULL;
-        void *symbol = dlsym(RTLD_DEFAULT, "omp_set_num_threads");
-        memcpy(&set_threads, &symbol, sizeof set_threads);
-        printf("OpenMP is %s this process\n", symbol ? "in" : "not in");
-        FOR_CASES(index, 10) {
-            rng r = case_begin("process_is_left_alone", index);
-            process_state before, after;
-            if (set_threads) {
-                set_threads((int)(1 + index % 7));
-            }
-            process_read(&before);
-            use_everything(&r);
-            process_read(&after);
-            process_compare(&before, &after);
+START_TEST(process_is_left_alone) {
+    void (*set_threads)(int) = NULL;
+    void *symbol = dlsym(RTLD_DEFAULT, "omp_set_num_threads");
+    memcpy(&set_threads, &symbol, sizeof set_threads);
+    printf("OpenMP is %s this process\n", symbol ? "in" : "not in");
+    FOR_CASES(index, 10) {
+        rng r = case_begin("process_is_left_alone", index);
+        process_state before, after;
+        if (set_threads) {
+            set_threads((int)(1 + index % 7));
         }
+        process_read(&before);
+        use_everything(&r);
+        process_read(&after);
+        process_compare(&before, &after);
     }
+}
 END_TEST
 
-START_TEST(nothing_is_printed)
-    {
+START_TEST(nothing_is_printed) {
+    fflush(stdout);
+    fflush(stderr);
+    FOR_CASES(index, 10) {
+        rng r = case_begin("nothing_is_printed", index);
+        char name[] = "/tmp/entmaxkv-test-XXXXXX";
+        const int file = mkstemp(name), out = dup(STDOUT_FILENO), err = dup(STDERR_FILENO);
+        EXPECT(file >= 0 && out >= 0 && err >= 0, "no temporary file");
+        ekv_context *context = context_open(NULL, 3);
+        problem p;
+        random_step(&p, &r, 200);
+        dup2(file, STDOUT_FILENO);
+        dup2(file, STDERR_FILENO);
+        problem_index(&p, context, all_statistics);
+        problem_decode(&p, context);
+        p.step.q_heads = -3;
+        const ekv_status status = ekv_decode(context, &p.step);
         fflush(stdout);
         fflush(stderr);
-        FOR_CASES(index, 10) {
-            rng r = case_begin("nothing_is_printed", index);
-            char name[] = "/tmp/entmaxkv-test-XXXXXX";
-            const int file = mkstemp(name), out = dup(STDOUT_FILENO), err = dup(STDERR_FILENO);
-            EXPECT(file >= 0 && out >= 0 && err >= 0, "no temporary file");
-            ekv_context *context = context_open(NULL, 3);
-            problem p;
-            random_step(&p, &r, 200);
-            dup2(file, STDOUT_FILENO);
-            dup2(file, STDERR_FILENO);
-            problem_index(&p, context, all_statistics);
-            problem_decode(&p, context);
-            p.step.q_heads = -3;
-            const ekv_status status = ekv_decode(context, &p.step);
-            fflush(stdout);
-            fflush(stderr);
-            dup2(out, STDOUT_FILENO);
-            dup2(err, STDERR_FILENO);
-            const off_t size = lseek(file, 0, SEEK_END);
-            close(file);
-            close(out);
-            close(err);
-            unlink(name);
-            EXPECT(status == EKV_ERROR_INVALID_ARGUMENT, "q_heads -3 is %d", (int)status);
-            EXPECT(size == 0, "%lld bytes were printed", (long long)size);
-            problem_free(&p);
-            ekv_context_destroy(context);
-        }
+        dup2(out, STDOUT_FILENO);
+        dup2(err, STDERR_FILENO);
+        const off_t size = lseek(file, 0, SEEK_END);
+        close(file);
+        close(out);
+        close(err);
+        unlink(name);
+        EXPECT(status == EKV_ERROR_INVALID_ARGUMENT, "q_heads -3 is %d", (int)status);
+        EXPECT(size == 0, "%lld bytes were printed", (long long)size);
+        problem_free(&p);
+        ekv_context_destroy(context);
     }
+}
 END_TEST
 
 int main(int argc, char **argv) {

@@ -314,19 +314,18 @@ static void random_history(ekv_context *context, rng *r, int steps) {
     free(m);
 }
 
-START_TEST(any_history_equals_a_fresh_build)
-    {
-        backend_set backends;
-        backends_open(&backends, 2);
-        FOR_CASES(index, 120) {
-            for (int b = 0; b < backends.count; b++) {
-                rng r = case_begin("any_history_equals_a_fresh_build", index);
-                case_note("%s, history %lld", backends.names[b], (long long)index);
-                random_history(backends.contexts[b], &r, 60);
-            }
+START_TEST(any_history_equals_a_fresh_build) {
+    backend_set backends;
+    backends_open(&backends, 2);
+    FOR_CASES(index, 60) {
+        for (int b = 0; b < backends.count; b++) {
+            rng r = case_begin("any_history_equals_a_fresh_build", index);
+            case_note("%s, history %lld", backends.names[b], (long long)index);
+            random_history(backends.contexts[b], &r, 60);
         }
-        backends_close(&backends);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /* ---- The caller's memory gives the same bits -------------------------------------------------------------------------- */
@@ -417,109 +416,106 @@ static void check_level_two(ekv_context *context, const ekv_cache *cache, const 
     view_free(&level_two);
 }
 
-START_TEST(cache_equals_own_memory)
-    {
-        backend_set backends;
-        backends_open(&backends, 2);
-        FOR_CASES(index, 200) {
-            for (int b = 0; b < backends.count; b++) {
-                rng r = case_begin("cache_equals_own_memory", index);
-                case_note("%s", backends.names[b]);
-                ekv_context *context = backends.contexts[b];
-                sizes s = random_sizes(&r);
-                const int64_t length =
-                    rng_between(&r, 1, s.blocks * s.page_size < MAX_LENGTH ? s.blocks * s.page_size : MAX_LENGTH);
-                const int32_t layer = s.layers - 1;
-                int64_t ids[MAX_LENGTH];
-                ekv_cache *cache = cache_open(context, &s);
-                int32_t sequence;
-                EXPECT_OK(context, ekv_sequence_create(context, cache, &sequence));
-                for (int64_t t = 0; t < length; t++) {
-                    ids[t] = rng_between(&r, 0, 1000);
-                }
-                for (int64_t done = 0; done < length;) {
-                    const int64_t count = rng_chance(&r, 0.5) ? 1 : rng_between(&r, 1, length - done);
-                    EXPECT_OK(context, append_ids(context, cache, &s, sequence, layer, ids + done, count));
-                    done += count;
-                }
-                float *q = malloc((size_t)(s.kv_heads * s.group * s.k_dim) * sizeof *q), slopes[9];
-                random_query(q, slopes, &s, &r);
-                const ekv_decode_params step = cache_step(cache, &s, &sequence, layer, q, slopes);
-                view managed;
-                view_step(context, step, length, &s, &managed);
-                check_level_two(context, cache, &s, sequence, length, &step, &managed);
-                check_own_memory(context, &s, ids, length, &step, &managed, &r);
-                view_free(&managed);
-                ekv_cache_destroy(cache);
-                free(q);
+START_TEST(cache_equals_own_memory) {
+    backend_set backends;
+    backends_open(&backends, 2);
+    FOR_CASES(index, 120) {
+        for (int b = 0; b < backends.count; b++) {
+            rng r = case_begin("cache_equals_own_memory", index);
+            case_note("%s", backends.names[b]);
+            ekv_context *context = backends.contexts[b];
+            sizes s = random_sizes(&r);
+            const int64_t length =
+                rng_between(&r, 1, s.blocks * s.page_size < MAX_LENGTH ? s.blocks * s.page_size : MAX_LENGTH);
+            const int32_t layer = s.layers - 1;
+            int64_t ids[MAX_LENGTH];
+            ekv_cache *cache = cache_open(context, &s);
+            int32_t sequence;
+            EXPECT_OK(context, ekv_sequence_create(context, cache, &sequence));
+            for (int64_t t = 0; t < length; t++) {
+                ids[t] = rng_between(&r, 0, 1000);
             }
+            for (int64_t done = 0; done < length;) {
+                const int64_t count = rng_chance(&r, 0.5) ? 1 : rng_between(&r, 1, length - done);
+                EXPECT_OK(context, append_ids(context, cache, &s, sequence, layer, ids + done, count));
+                done += count;
+            }
+            float *q = malloc((size_t)(s.kv_heads * s.group * s.k_dim) * sizeof *q), slopes[9];
+            random_query(q, slopes, &s, &r);
+            const ekv_decode_params step = cache_step(cache, &s, &sequence, layer, q, slopes);
+            view managed;
+            view_step(context, step, length, &s, &managed);
+            check_level_two(context, cache, &s, sequence, length, &step, &managed);
+            check_own_memory(context, &s, ids, length, &step, &managed, &r);
+            view_free(&managed);
+            ekv_cache_destroy(cache);
+            free(q);
         }
-        backends_close(&backends);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /* ---- Storage ---------------------------------------------------------------------------------------------------------- */
 
 /* Every source type into every cache type, rounded to nearest even; f16 overflow becomes infinity, NaN stays NaN. */
-START_TEST(append_rounds_to_nearest_even)
-    {
-        backend_set backends;
-        backends_open(&backends, 1);
-        FOR_CASES(index, 9 * 20) {
-            rng r = case_begin("append_rounds_to_nearest_even", index);
-            const ekv_dtype from = (ekv_dtype)(index % 3), to = (ekv_dtype)(index / 3 % 3);
-            sizes s = {to, 1, 2, 1, 37, 19, 5, 1, 8};
-            const int64_t count = rng_between(&r, 1, 40);
-            guard k = guard_alloc((size_t)(count * 2 * 37) * dtype_size(from)),
-                  v = guard_alloc((size_t)(count * 2 * 19) * dtype_size(from));
-            for (int64_t i = 0; i < count * 2 * 37; i++) { /* random bit patterns of moderate and of any size */
-                const uint32_t bits = (uint32_t)rng_u64(&r);
-                float x;
-                memcpy(&x, &bits, sizeof x);
-                x = rng_chance(&r, 0.3)
-                        ? x
-                        : (float)ldexp(1 + (double)(bits & 0xFFFF) * 0x1p-12 * 0x1p-4, (int)(bits >> 16 & 31) - 18);
-                dtype_store(from, k.data, i, x);
-                if (i < count * 2 * 19) {
-                    dtype_store(from, v.data, i, -x);
-                }
+START_TEST(append_rounds_to_nearest_even) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, 9 * 20) {
+        rng r = case_begin("append_rounds_to_nearest_even", index);
+        const ekv_dtype from = (ekv_dtype)(index % 3), to = (ekv_dtype)(index / 3 % 3);
+        sizes s = {to, 1, 2, 1, 37, 19, 5, 1, 8};
+        const int64_t count = rng_between(&r, 1, 40);
+        guard k = guard_alloc((size_t)(count * 2 * 37) * dtype_size(from)),
+              v = guard_alloc((size_t)(count * 2 * 19) * dtype_size(from));
+        for (int64_t i = 0; i < count * 2 * 37; i++) { /* random bit patterns of moderate and of any size */
+            const uint32_t bits = (uint32_t)rng_u64(&r);
+            float x;
+            memcpy(&x, &bits, sizeof x);
+            x = rng_chance(&r, 0.3) ? x
+                                    : (float)ldexp(1 + (double)(bits & 0xFFFF) * 0x1p-12 * 0x1p-4, (int)(bits >> 16 & 31) - 18);
+            dtype_store(from, k.data, i, x);
+            if (i < count * 2 * 19) {
+                dtype_store(from, v.data, i, -x);
             }
-            ekv_append_params rows = ekv_append_params_default();
-            rows.count = count;
-            rows.k = k.data;
-            rows.v = v.data;
-            rows.dtype = from;
-            for (int b = 0; b < backends.count; b++) {
-                case_note("%s: %s to %s", backends.names[b], ekv_dtype_name(from), ekv_dtype_name(to));
-                ekv_context *context = backends.contexts[b];
-                ekv_cache *cache = cache_open(context, &s);
-                int32_t sequence;
-                EXPECT_OK(context, ekv_sequence_create(context, cache, &sequence));
-                EXPECT_OK(context, ekv_cache_append(context, cache, sequence, 0, &rows));
-                ekv_kv kv = ekv_kv_default();
-                EXPECT_OK(context, ekv_cache_layer(cache, 0, &kv, NULL));
-                const int32_t *table = ekv_cache_block_table(cache, sequence);
-                for (int64_t i = 0; i < count * 2 * (37 + 19); i++) {
-                    const bool value = i >= count * 2 * 37;
-                    const int64_t dim = value ? 19 : 37, at = value ? i - count * 2 * 37 : i, t = at / (2 * dim),
-                                  h = at / dim % 2, d = at % dim;
-                    const int64_t offset =
-                        value ? table[t / 5] * kv.v_block_stride + t % 5 * kv.v_token_stride + h * kv.v_head_stride
-                              : table[t / 5] * kv.k_block_stride + t % 5 * kv.k_token_stride + h * kv.k_head_stride;
-                    const float x = (float)dtype_load(from, value ? v.data : k.data, at);
-                    float one;
-                    dtype_store(to, &one, 0, x);
-                    const double expected = dtype_load(to, &one, 0), got = dtype_load(to, value ? kv.v : kv.k, offset + d);
-                    EXPECT(isnan(expected) ? isnan(got) : got == expected, "%.9g was stored as %.9g, expected %.9g", x, got,
-                           expected);
-                }
-                ekv_cache_destroy(cache);
-            }
-            guard_free(&k);
-            guard_free(&v);
         }
-        backends_close(&backends);
+        ekv_append_params rows = ekv_append_params_default();
+        rows.count = count;
+        rows.k = k.data;
+        rows.v = v.data;
+        rows.dtype = from;
+        for (int b = 0; b < backends.count; b++) {
+            case_note("%s: %s to %s", backends.names[b], ekv_dtype_name(from), ekv_dtype_name(to));
+            ekv_context *context = backends.contexts[b];
+            ekv_cache *cache = cache_open(context, &s);
+            int32_t sequence;
+            EXPECT_OK(context, ekv_sequence_create(context, cache, &sequence));
+            EXPECT_OK(context, ekv_cache_append(context, cache, sequence, 0, &rows));
+            ekv_kv kv = ekv_kv_default();
+            EXPECT_OK(context, ekv_cache_layer(cache, 0, &kv, NULL));
+            const int32_t *table = ekv_cache_block_table(cache, sequence);
+            for (int64_t i = 0; i < count * 2 * (37 + 19); i++) {
+                const bool value = i >= count * 2 * 37;
+                const int64_t dim = value ? 19 : 37, at = value ? i - count * 2 * 37 : i, t = at / (2 * dim), h = at / dim % 2,
+                              d = at % dim;
+                const int64_t offset =
+                    value ? table[t / 5] * kv.v_block_stride + t % 5 * kv.v_token_stride + h * kv.v_head_stride
+                          : table[t / 5] * kv.k_block_stride + t % 5 * kv.k_token_stride + h * kv.k_head_stride;
+                const float x = (float)dtype_load(from, value ? v.data : k.data, at);
+                float one;
+                dtype_store(to, &one, 0, x);
+                const double expected = dtype_load(to, &one, 0), got = dtype_load(to, value ? kv.v : kv.k, offset + d);
+                EXPECT(isnan(expected) ? isnan(got) : got == expected, "%.9g was stored as %.9g, expected %.9g", x, got,
+                       expected);
+            }
+            ekv_cache_destroy(cache);
+        }
+        guard_free(&k);
+        guard_free(&v);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /* ---- Capacity --------------------------------------------------------------------------------------------------------- */
@@ -536,125 +532,120 @@ static void check_unchanged(ekv_context *context, const ekv_cache *cache, const 
     view_free(&after);
 }
 
-START_TEST(capacity_errors_change_nothing)
-    {
-        backend_set backends;
-        backends_open(&backends, 1);
-        for (int b = 0; b < backends.count; b++) {
-            rng r = case_begin("capacity_errors_change_nothing", b);
-            case_note("%s", backends.names[b]);
-            ekv_context *context = backends.contexts[b];
-            sizes s = {EKV_F16, 2, 2, 2, 8, 8, 16, 2, 6};
-            ekv_cache_params params = ekv_cache_params_default();
-            params.layers = 2, params.kv_heads = 2, params.k_dim = 8, params.v_dim = 8, params.blocks = 6;
-            params.max_sequences = 2;
-            params.max_length = 70;
-            ekv_cache *cache = NULL;
-            EXPECT_OK(context, ekv_cache_create(context, &params, &cache));
-            int32_t one, two, three = -5;
-            int64_t ids[200];
-            for (int i = 0; i < 200; i++) {
-                ids[i] = i;
-            }
-            EXPECT_OK(context, ekv_sequence_create(context, cache, &one));
-            EXPECT_OK(context, ekv_sequence_create(context, cache, &two));
-            EXPECT_STATUS(context, EKV_ERROR_CAPACITY, ekv_sequence_create(context, cache, &three));
-            EXPECT(three == -5, "a failed call wrote its output");
-            EXPECT_OK(context, append_ids(context, cache, &s, one, 0, ids, 50)); /* 4 blocks */
-            EXPECT_OK(context, append_ids(context, cache, &s, two, 0, ids, 20)); /* 2 blocks: none is left */
-            float q[32], slopes[4];
-            random_query(q, slopes, &s, &r);
-            view before;
-            view_step(context, cache_step(cache, &s, &one, 0, q, slopes), 50, &s, &before);
-            EXPECT_STATUS(context, EKV_ERROR_CAPACITY,
-                          append_ids(context, cache, &s, one, 0, ids, 15)); /* 65 tokens: a fifth block */
-            EXPECT(strlen(ekv_last_error(context)) > 0, "no message");
-            check_unchanged(context, cache, &s, one, &before, 50, 0, q, slopes);
-            EXPECT_STATUS(context, EKV_ERROR_CAPACITY,
-                          append_ids(context, cache, &s, two, 1, ids, 33)); /* another layer, longer */
-            check_unchanged(context, cache, &s, one, &before, 50, 0, q, slopes);
-            EXPECT(ekv_sequence_length(cache, two, 1) == 0, "a failed append to layer 1 left tokens");
-            EXPECT_OK(context, append_ids(context, cache, &s, two, 1, ids, 32)); /* fits into the blocks of layer 0 */
-            EXPECT_OK(context, ekv_sequence_free(context, cache, two));
-            EXPECT_STATUS(context, EKV_ERROR_CAPACITY, append_ids(context, cache, &s, one, 0, ids, 21)); /* 71 > max_length */
-            check_unchanged(context, cache, &s, one, &before, 50, 2, q, slopes);
-            EXPECT_OK(context, append_ids(context, cache, &s, one, 0, ids, 20)); /* 70 tokens, 5 blocks */
-            EXPECT(ekv_cache_free_blocks(cache) == 1, "%lld blocks free", (long long)ekv_cache_free_blocks(cache));
-            EXPECT_OK(context, ekv_sequence_create(context, cache, &two));
-            view_free(&before);
-            ekv_cache_destroy(cache);
+START_TEST(capacity_errors_change_nothing) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    for (int b = 0; b < backends.count; b++) {
+        rng r = case_begin("capacity_errors_change_nothing", b);
+        case_note("%s", backends.names[b]);
+        ekv_context *context = backends.contexts[b];
+        sizes s = {EKV_F16, 2, 2, 2, 8, 8, 16, 2, 6};
+        ekv_cache_params params = ekv_cache_params_default();
+        params.layers = 2, params.kv_heads = 2, params.k_dim = 8, params.v_dim = 8, params.blocks = 6;
+        params.max_sequences = 2;
+        params.max_length = 70;
+        ekv_cache *cache = NULL;
+        EXPECT_OK(context, ekv_cache_create(context, &params, &cache));
+        int32_t one, two, three = -5;
+        int64_t ids[200];
+        for (int i = 0; i < 200; i++) {
+            ids[i] = i;
         }
-        backends_close(&backends);
+        EXPECT_OK(context, ekv_sequence_create(context, cache, &one));
+        EXPECT_OK(context, ekv_sequence_create(context, cache, &two));
+        EXPECT_STATUS(context, EKV_ERROR_CAPACITY, ekv_sequence_create(context, cache, &three));
+        EXPECT(three == -5, "a failed call wrote its output");
+        EXPECT_OK(context, append_ids(context, cache, &s, one, 0, ids, 50)); /* 4 blocks */
+        EXPECT_OK(context, append_ids(context, cache, &s, two, 0, ids, 20)); /* 2 blocks: none is left */
+        float q[32], slopes[4];
+        random_query(q, slopes, &s, &r);
+        view before;
+        view_step(context, cache_step(cache, &s, &one, 0, q, slopes), 50, &s, &before);
+        EXPECT_STATUS(context, EKV_ERROR_CAPACITY,
+                      append_ids(context, cache, &s, one, 0, ids, 15)); /* 65 tokens: a fifth block */
+        EXPECT(strlen(ekv_last_error(context)) > 0, "no message");
+        check_unchanged(context, cache, &s, one, &before, 50, 0, q, slopes);
+        EXPECT_STATUS(context, EKV_ERROR_CAPACITY, append_ids(context, cache, &s, two, 1, ids, 33)); /* another layer, longer */
+        check_unchanged(context, cache, &s, one, &before, 50, 0, q, slopes);
+        EXPECT(ekv_sequence_length(cache, two, 1) == 0, "a failed append to layer 1 left tokens");
+        EXPECT_OK(context, append_ids(context, cache, &s, two, 1, ids, 32)); /* fits into the blocks of layer 0 */
+        EXPECT_OK(context, ekv_sequence_free(context, cache, two));
+        EXPECT_STATUS(context, EKV_ERROR_CAPACITY, append_ids(context, cache, &s, one, 0, ids, 21)); /* 71 > max_length */
+        check_unchanged(context, cache, &s, one, &before, 50, 2, q, slopes);
+        EXPECT_OK(context, append_ids(context, cache, &s, one, 0, ids, 20)); /* 70 tokens, 5 blocks */
+        EXPECT(ekv_cache_free_blocks(cache) == 1, "%lld blocks free", (long long)ekv_cache_free_blocks(cache));
+        EXPECT_OK(context, ekv_sequence_create(context, cache, &two));
+        view_free(&before);
+        ekv_cache_destroy(cache);
     }
+    backends_close(&backends);
+}
 END_TEST
 
-START_TEST(unknown_sequences_and_layers)
-    {
-        backend_set backends;
-        backends_open(&backends, 1);
-        for (int b = 0; b < backends.count; b++) {
-            case_begin("unknown_sequences_and_layers", b);
-            ekv_context *context = backends.contexts[b];
-            sizes s = {EKV_F16, 2, 2, 2, 8, 8, 16, 2, 6};
-            ekv_cache *cache = cache_open(context, &s);
-            int32_t sequence;
-            const int64_t ids[] = {1, 2, 3};
-            EXPECT_OK(context, ekv_sequence_create(context, cache, &sequence));
-            const int32_t unknown[] = {sequence + 1, -1, INT32_MAX, INT32_MIN};
-            for (int i = 0; i < 4; i++) {
-                EXPECT(ekv_sequence_length(cache, unknown[i], 0) == -1, "length of sequence %d", unknown[i]);
-                EXPECT(ekv_sequence_length(cache, sequence, i == 0 ? 2 : unknown[i]) == -1,
-                       "length of a layer that is not there");
-                EXPECT(ekv_cache_block_table(cache, unknown[i]) == NULL, "block table of sequence %d", unknown[i]);
-                EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_sequence_free(context, cache, unknown[i]));
-                EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_truncate(context, cache, unknown[i], 0));
-                EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, append_ids(context, cache, &s, unknown[i], 0, ids, 3));
-                EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT,
-                              append_ids(context, cache, &s, sequence, i == 0 ? 2 : unknown[i], ids, 3));
-            }
-            EXPECT(ekv_sequence_length(cache, sequence, 0) == 0 && ekv_sequence_length(cache, sequence, 1) == 0,
-                   "a new sequence is empty");
-            EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_truncate(context, cache, sequence, -1));
-            EXPECT_OK(context, ekv_sequence_free(context, cache, sequence));
-            EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_sequence_free(context, cache, sequence));
-            ekv_cache_destroy(cache);
+START_TEST(unknown_sequences_and_layers) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    for (int b = 0; b < backends.count; b++) {
+        case_begin("unknown_sequences_and_layers", b);
+        ekv_context *context = backends.contexts[b];
+        sizes s = {EKV_F16, 2, 2, 2, 8, 8, 16, 2, 6};
+        ekv_cache *cache = cache_open(context, &s);
+        int32_t sequence;
+        const int64_t ids[] = {1, 2, 3};
+        EXPECT_OK(context, ekv_sequence_create(context, cache, &sequence));
+        const int32_t unknown[] = {sequence + 1, -1, INT32_MAX, INT32_MIN};
+        for (int i = 0; i < 4; i++) {
+            EXPECT(ekv_sequence_length(cache, unknown[i], 0) == -1, "length of sequence %d", unknown[i]);
+            EXPECT(ekv_sequence_length(cache, sequence, i == 0 ? 2 : unknown[i]) == -1, "length of a layer that is not there");
+            EXPECT(ekv_cache_block_table(cache, unknown[i]) == NULL, "block table of sequence %d", unknown[i]);
+            EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_sequence_free(context, cache, unknown[i]));
+            EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_truncate(context, cache, unknown[i], 0));
+            EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, append_ids(context, cache, &s, unknown[i], 0, ids, 3));
+            EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT,
+                          append_ids(context, cache, &s, sequence, i == 0 ? 2 : unknown[i], ids, 3));
         }
-        backends_close(&backends);
+        EXPECT(ekv_sequence_length(cache, sequence, 0) == 0 && ekv_sequence_length(cache, sequence, 1) == 0,
+               "a new sequence is empty");
+        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_truncate(context, cache, sequence, -1));
+        EXPECT_OK(context, ekv_sequence_free(context, cache, sequence));
+        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_sequence_free(context, cache, sequence));
+        ekv_cache_destroy(cache);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /* Layers of one sequence at different lengths, as while a model runs: each decodes over its own tokens. */
-START_TEST(layers_of_different_length)
-    {
-        backend_set backends;
-        backends_open(&backends, 1);
-        for (int b = 0; b < backends.count; b++) {
-            rng r = case_begin("layers_of_different_length", b);
-            case_note("%s", backends.names[b]);
-            ekv_context *context = backends.contexts[b];
-            sizes s = {EKV_F32, 3, 1, 2, 16, 4, 16, 1, 9};
-            ekv_cache *cache = cache_open(context, &s);
-            const int64_t lengths[] = {100, 33, 0};
-            model *m = calloc(1, sizeof *m);
-            m->s = s;
-            m->alive[0] = true;
-            EXPECT_OK(context, ekv_sequence_create(context, cache, &m->handle[0]));
-            for (int32_t l = 0; l < 3; l++) {
-                m->length[0][l] = lengths[l];
-                for (int64_t t = 0; t < lengths[l]; t++) {
-                    m->ids[0][l][t] = t + 7 * l;
-                }
-                EXPECT_OK(context, append_ids(context, cache, &s, m->handle[0], l, m->ids[0][l], lengths[l]));
+START_TEST(layers_of_different_length) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    for (int b = 0; b < backends.count; b++) {
+        rng r = case_begin("layers_of_different_length", b);
+        case_note("%s", backends.names[b]);
+        ekv_context *context = backends.contexts[b];
+        sizes s = {EKV_F32, 3, 1, 2, 16, 4, 16, 1, 9};
+        ekv_cache *cache = cache_open(context, &s);
+        const int64_t lengths[] = {100, 33, 0};
+        model *m = calloc(1, sizeof *m);
+        m->s = s;
+        m->alive[0] = true;
+        EXPECT_OK(context, ekv_sequence_create(context, cache, &m->handle[0]));
+        for (int32_t l = 0; l < 3; l++) {
+            m->length[0][l] = lengths[l];
+            for (int64_t t = 0; t < lengths[l]; t++) {
+                m->ids[0][l][t] = t + 7 * l;
             }
-            check_sizes(m, cache);
-            for (int32_t l = 0; l < 3; l++) {
-                check_fresh(m, context, cache, 0, l, &r);
-            }
-            ekv_cache_destroy(cache);
-            free(m);
+            EXPECT_OK(context, append_ids(context, cache, &s, m->handle[0], l, m->ids[0][l], lengths[l]));
         }
-        backends_close(&backends);
+        check_sizes(m, cache);
+        for (int32_t l = 0; l < 3; l++) {
+            check_fresh(m, context, cache, 0, l, &r);
+        }
+        ekv_cache_destroy(cache);
+        free(m);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /* ---- Sound bounds ----------------------------------------------------------------------------------------------------- */
@@ -750,125 +741,120 @@ static void sound_problem(problem *p, rng *r, magnitude m) {
     problem_set_heads(p, NULL, NULL, slopes[rng_between(r, 0, 2)]);
 }
 
-START_TEST(bounds_are_sound)
-    {
-        int64_t checked = 0;
-        backend_set backends;
-        backends_open(&backends, 1);
-        FOR_CASES(index, 8000) {
-            rng r = case_begin("bounds_are_sound", index);
-            const magnitude m = (magnitude)(index % MAGNITUDES);
-            problem p;
-            sound_problem(&p, &r, m);
-            for (int b = 0; b < backends.count; b++) {
-                case_note("%s: %s keys: %s", backends.names[b], magnitude_names[m], problem_describe(&p));
-                problem_index(&p, backends.contexts[b], EKV_STATISTICS_BOX);
-                guard bounds = guard_alloc((size_t)(p.rows * problem_stride(&p)) * sizeof(float));
-                EXPECT_OK(backends.contexts[b],
-                          ekv_page_bounds(backends.contexts[b], &p.step, bounds.data, problem_stride(&p)));
-                checked += check_sound(&p, bounds.data);
-                guard_free(&bounds);
-            }
-            problem_free(&p);
+START_TEST(bounds_are_sound) {
+    int64_t checked = 0;
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, 8000) {
+        rng r = case_begin("bounds_are_sound", index);
+        const magnitude m = (magnitude)(index % MAGNITUDES);
+        problem p;
+        sound_problem(&p, &r, m);
+        for (int b = 0; b < backends.count; b++) {
+            case_note("%s: %s keys: %s", backends.names[b], magnitude_names[m], problem_describe(&p));
+            problem_index(&p, backends.contexts[b], EKV_STATISTICS_BOX);
+            guard bounds = guard_alloc((size_t)(p.rows * problem_stride(&p)) * sizeof(float));
+            EXPECT_OK(backends.contexts[b], ekv_page_bounds(backends.contexts[b], &p.step, bounds.data, problem_stride(&p)));
+            checked += check_sound(&p, bounds.data);
+            guard_free(&bounds);
         }
-        printf("%lld exact scores against their page's bound\n", (long long)checked);
-        backends_close(&backends);
+        problem_free(&p);
     }
+    printf("%lld exact scores against their page's bound\n", (long long)checked);
+    backends_close(&backends);
+}
 END_TEST
 
 /* Means and deviations of keys of every size: never infinite, never lost, exactly 0 where the channel is constant. */
-START_TEST(moments_of_extreme_keys)
-    {
-        backend_set backends;
-        backends_open(&backends, 1);
-        FOR_CASES(index, 2000) {
-            rng r = case_begin("moments_of_extreme_keys", index);
-            const magnitude m = (magnitude)(index % MAGNITUDES);
-            problem p;
-            sound_problem(&p, &r, m);
-            const bool narrow = p.shape.dtype == EKV_F16;
-            oracle o;
-            const int32_t head = (int32_t)rng_between(&r, 0, p.q_heads - 1);
-            oracle_make(&o, &p, 0, head, NULL);
-            for (int b = 0; b < backends.count; b++) {
-                case_note("%s: %s keys, head %d: %s", backends.names[b], magnitude_names[m], head, problem_describe(&p));
-                problem_index(&p, backends.contexts[b], EKV_STATISTICS_GAUSSIAN);
-                guard mean = guard_alloc((size_t)(p.rows * problem_stride(&p)) * sizeof(float));
-                guard deviation = guard_alloc((size_t)(p.rows * problem_stride(&p)) * sizeof(float));
-                EXPECT_OK(backends.contexts[b],
-                          ekv_page_moments(backends.contexts[b], &p.step, mean.data, deviation.data, problem_stride(&p)));
-                for (int64_t page = 0; page < o.pages; page++) {
-                    const double got = ((float *)mean.data)[head * problem_stride(&p) + page], size = o.page_size_of_sum[page];
-                    const double spread = ((float *)deviation.data)[head * problem_stride(&p) + page];
-                    /* a subnormal f16 mean or deviation is off by up to 2^-25, whatever its size */
-                    double q_sum = 0;
-                    for (int32_t d = 0; d < p.shape.k_dim; d++) {
-                        q_sum += fabs(p.step.scale * ((const float *)p.q.data)[head * p.shape.k_dim + d]);
-                    }
-                    const double room =
-                        ((narrow ? 0x1p-11 : 0x1p-24) + 300 * 0x1p-24) * size + (narrow ? 0x1p-25 : 1e-45) * q_sum;
-                    EXPECT(fabs(got - o.page_mean[page]) <= room, "mean of page %lld is %.9g, exact %.9g", (long long)page, got,
-                           o.page_mean[page]);
-                    EXPECT(fabs(spread - o.page_deviation[page]) <= room, "deviation of page %lld is %.9g, exact %.9g",
-                           (long long)page, spread, o.page_deviation[page]);
-                    EXPECT(m != CONSTANT || problem_slope(&p, head) != 0 || spread <= 1e-6 * size,
-                           "constant keys deviate by %.9g", spread);
+START_TEST(moments_of_extreme_keys) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, 2000) {
+        rng r = case_begin("moments_of_extreme_keys", index);
+        const magnitude m = (magnitude)(index % MAGNITUDES);
+        problem p;
+        sound_problem(&p, &r, m);
+        const bool narrow = p.shape.dtype == EKV_F16;
+        oracle o;
+        const int32_t head = (int32_t)rng_between(&r, 0, p.q_heads - 1);
+        oracle_make(&o, &p, 0, head, NULL);
+        for (int b = 0; b < backends.count; b++) {
+            case_note("%s: %s keys, head %d: %s", backends.names[b], magnitude_names[m], head, problem_describe(&p));
+            problem_index(&p, backends.contexts[b], EKV_STATISTICS_GAUSSIAN);
+            guard mean = guard_alloc((size_t)(p.rows * problem_stride(&p)) * sizeof(float));
+            guard deviation = guard_alloc((size_t)(p.rows * problem_stride(&p)) * sizeof(float));
+            EXPECT_OK(backends.contexts[b],
+                      ekv_page_moments(backends.contexts[b], &p.step, mean.data, deviation.data, problem_stride(&p)));
+            for (int64_t page = 0; page < o.pages; page++) {
+                const double got = ((float *)mean.data)[head * problem_stride(&p) + page], size = o.page_size_of_sum[page];
+                const double spread = ((float *)deviation.data)[head * problem_stride(&p) + page];
+                /* a subnormal f16 mean or deviation is off by up to 2^-25, whatever its size */
+                double q_sum = 0;
+                for (int32_t d = 0; d < p.shape.k_dim; d++) {
+                    q_sum += fabs(p.step.scale * ((const float *)p.q.data)[head * p.shape.k_dim + d]);
                 }
-                guard_free(&mean);
-                guard_free(&deviation);
+                const double room = ((narrow ? 0x1p-11 : 0x1p-24) + 300 * 0x1p-24) * size + (narrow ? 0x1p-25 : 1e-45) * q_sum;
+                EXPECT(fabs(got - o.page_mean[page]) <= room, "mean of page %lld is %.9g, exact %.9g", (long long)page, got,
+                       o.page_mean[page]);
+                EXPECT(fabs(spread - o.page_deviation[page]) <= room, "deviation of page %lld is %.9g, exact %.9g",
+                       (long long)page, spread, o.page_deviation[page]);
+                EXPECT(m != CONSTANT || problem_slope(&p, head) != 0 || spread <= 1e-6 * size, "constant keys deviate by %.9g",
+                       spread);
             }
-            oracle_free(&o);
-            problem_free(&p);
+            guard_free(&mean);
+            guard_free(&deviation);
         }
-        backends_close(&backends);
+        oracle_free(&o);
+        problem_free(&p);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /* An f32 key too large for an f16 cache becomes infinity there: the page is read whatever the budget, its bound is infinite. */
-START_TEST(overflowing_keys_are_read)
-    {
-        backend_set backends;
-        backends_open(&backends, 1);
-        static const float bad[] = {65520.0f, -1e30f, INFINITY, NAN};
-        for (int b = 0; b < backends.count; b++) {
-            for (int kind = 0; kind < 4; kind++) {
-                case_begin("overflowing_keys_are_read", kind);
-                case_note("%s: a key of %g", backends.names[b], bad[kind]);
-                ekv_context *context = backends.contexts[b];
-                sizes s = {EKV_F16, 1, 1, 1, 4, 4, 4, 1, 10};
-                ekv_cache *cache = cache_open(context, &s);
-                int32_t sequence;
-                EXPECT_OK(context, ekv_sequence_create(context, cache, &sequence));
-                ekv_append_params rows = ekv_append_params_default();
-                rows.count = 1;
-                for (int t = 0; t < 40; t++) { /* the bad key in page 3; the others, but the first page, score little */
-                    const float k[] = {t < 4 ? 5.0f : 0.1f, 0, t == 13 ? bad[kind] : 0, 0}, v[] = {1, 2, 3, 4};
-                    rows.k = k;
-                    rows.v = v;
-                    EXPECT_OK(context, ekv_cache_append(context, cache, sequence, 0, &rows));
-                }
-                const float q[] = {1, 1, 0, 1};
-                float out[4], bounds[10];
-                uint8_t selected[10];
-                ekv_decode_params step = cache_step(cache, &s, &sequence, 0, q, NULL);
-                step.out = out;
-                step.budget = 1;
-                step.policy = EKV_POLICY_TOPK;
-                EXPECT_OK(context, ekv_page_bounds(context, &step, bounds, 10));
-                EXPECT_OK(context, ekv_select_pages(context, &step, selected, 10));
-                EXPECT(bounds[3] == INFINITY && selected[3] == 1, "bound %g, selected %d", bounds[3], selected[3]);
-                step.policy = EKV_POLICY_GAUSSIAN;
-                EXPECT_OK(context, ekv_select_pages(context, &step, selected, 10));
-                EXPECT(selected[3] == 1, "gaussian does not select the page");
-                EXPECT_OK(context, ekv_cache_truncate(context, cache, sequence, 13)); /* the bad key goes */
-                step.policy = EKV_POLICY_TOPK;
-                EXPECT_OK(context, ekv_page_bounds(context, &step, bounds, 10));
-                EXPECT(bounds[3] < 10, "after truncation the bound is %g", bounds[3]);
-                ekv_cache_destroy(cache);
+START_TEST(overflowing_keys_are_read) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    static const float bad[] = {65520.0f, -1e30f, INFINITY, NAN};
+    for (int b = 0; b < backends.count; b++) {
+        for (int kind = 0; kind < 4; kind++) {
+            case_begin("overflowing_keys_are_read", kind);
+            case_note("%s: a key of %g", backends.names[b], bad[kind]);
+            ekv_context *context = backends.contexts[b];
+            sizes s = {EKV_F16, 1, 1, 1, 4, 4, 4, 1, 10};
+            ekv_cache *cache = cache_open(context, &s);
+            int32_t sequence;
+            EXPECT_OK(context, ekv_sequence_create(context, cache, &sequence));
+            ekv_append_params rows = ekv_append_params_default();
+            rows.count = 1;
+            for (int t = 0; t < 40; t++) { /* the bad key in page 3; the others, but the first page, score little */
+                const float k[] = {t < 4 ? 5.0f : 0.1f, 0, t == 13 ? bad[kind] : 0, 0}, v[] = {1, 2, 3, 4};
+                rows.k = k;
+                rows.v = v;
+                EXPECT_OK(context, ekv_cache_append(context, cache, sequence, 0, &rows));
             }
+            const float q[] = {1, 1, 0, 1};
+            float out[4], bounds[10];
+            uint8_t selected[10];
+            ekv_decode_params step = cache_step(cache, &s, &sequence, 0, q, NULL);
+            step.out = out;
+            step.budget = 1;
+            step.policy = EKV_POLICY_TOPK;
+            EXPECT_OK(context, ekv_page_bounds(context, &step, bounds, 10));
+            EXPECT_OK(context, ekv_select_pages(context, &step, selected, 10));
+            EXPECT(bounds[3] == INFINITY && selected[3] == 1, "bound %g, selected %d", bounds[3], selected[3]);
+            step.policy = EKV_POLICY_GAUSSIAN;
+            EXPECT_OK(context, ekv_select_pages(context, &step, selected, 10));
+            EXPECT(selected[3] == 1, "gaussian does not select the page");
+            EXPECT_OK(context, ekv_cache_truncate(context, cache, sequence, 13)); /* the bad key goes */
+            step.policy = EKV_POLICY_TOPK;
+            EXPECT_OK(context, ekv_page_bounds(context, &step, bounds, 10));
+            EXPECT(bounds[3] < 10, "after truncation the bound is %g", bounds[3]);
+            ekv_cache_destroy(cache);
         }
-        backends_close(&backends);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 int main(int argc, char **argv) {

@@ -190,28 +190,27 @@ static void check_row(const row *x, const answer *a) {
 static const int64_t sizes[] = {1, 2, 3, 17, 100, 4097};
 enum { ALPHAS = sizeof alphas / sizeof *alphas, SIZES = sizeof sizes / sizeof *sizes };
 
-START_TEST(matches_reference)
-    {
-        backend_set backends;
-        backends_open(&backends, 1);
-        FOR_CASES(index, (int64_t)ALPHAS * SIZES * DISTRIBUTIONS * 3) {
-            rng r = case_begin("matches_reference", index);
-            const distribution kind = (distribution)(index % DISTRIBUTIONS);
-            row x;
-            row_make(&x, alphas[index / DISTRIBUTIONS % ALPHAS], sizes[index / DISTRIBUTIONS / ALPHAS % SIZES]);
-            fill_scores(kind, x.scores, x.n, &r);
-            answer a;
-            answer_make(&a, &x);
-            for (int b = 0; b < backends.count; b++) {
-                case_note("%s: alpha %.10g, n %lld, %s", backends.names[b], x.alpha, (long long)x.n, distribution_names[kind]);
-                row_solve(&x, backends.contexts[b]);
-                check_row(&x, &a);
-            }
-            answer_free(&a);
-            row_free(&x);
+START_TEST(matches_reference) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, (int64_t)ALPHAS * SIZES * DISTRIBUTIONS * 3) {
+        rng r = case_begin("matches_reference", index);
+        const distribution kind = (distribution)(index % DISTRIBUTIONS);
+        row x;
+        row_make(&x, alphas[index / DISTRIBUTIONS % ALPHAS], sizes[index / DISTRIBUTIONS / ALPHAS % SIZES]);
+        fill_scores(kind, x.scores, x.n, &r);
+        answer a;
+        answer_make(&a, &x);
+        for (int b = 0; b < backends.count; b++) {
+            case_note("%s: alpha %.10g, n %lld, %s", backends.names[b], x.alpha, (long long)x.n, distribution_names[kind]);
+            row_solve(&x, backends.contexts[b]);
+            check_row(&x, &a);
         }
-        backends_close(&backends);
+        answer_free(&a);
+        row_free(&x);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /* ---- Closed forms ----------------------------------------------------------------------------------------------------- */
@@ -287,20 +286,19 @@ static void check_two(ekv_context *context) {
     check_list(context, 1, scores, 2, logistic, 0.75 + log1p(exp(-0.5)), 2);
 }
 
-START_TEST(closed_forms)
-    {
-        backend_set backends;
-        backends_open(&backends, 1);
-        for (int b = 0; b < backends.count; b++) {
-            case_begin("closed_forms", b);
-            case_note("%s", backends.names[b]);
-            check_single(backends.contexts[b]);
-            check_equal(backends.contexts[b]);
-            check_one_hot(backends.contexts[b]);
-            check_two(backends.contexts[b]);
-        }
-        backends_close(&backends);
+START_TEST(closed_forms) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    for (int b = 0; b < backends.count; b++) {
+        case_begin("closed_forms", b);
+        case_note("%s", backends.names[b]);
+        check_single(backends.contexts[b]);
+        check_equal(backends.contexts[b]);
+        check_one_hot(backends.contexts[b]);
+        check_two(backends.contexts[b]);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /* ---- Continuity ------------------------------------------------------------------------------------------------------- */
@@ -322,31 +320,30 @@ static double distance(ekv_context *context, const row *x, double alpha, double 
 }
 
 /* The closed forms against the general solver beside them. */
-START_TEST(continuous_around_the_closed_forms)
-    {
-        static const double centres[] = {4.0 / 3, 1.5, 2};
-        backend_set backends;
-        backends_open(&backends, 1);
-        FOR_CASES(index, 3000) {
-            rng r = case_begin("continuous_around_the_closed_forms", index);
-            const distribution kind = (distribution)(index % HUGE_SCORES);
-            row x;
-            row_make(&x, 0, rng_between(&r, 1, 300));
-            fill_scores(kind, x.scores, x.n, &r);
-            const double centre = centres[index / HUGE_SCORES % 3];
-            for (int b = 0; b < backends.count; b++) {
-                for (int side = -1; side <= 1; side += 2) {
-                    case_note("%s: alpha %g %+d e-9, %s", backends.names[b], centre, side, distribution_names[kind]);
-                    /* A row's spread within the support is below 3 / (alpha - 1), so 1e-9 moves no weight by more than 1e-7;
-                     * an equal amount for rounding both to f32. */
-                    const double d = distance(backends.contexts[b], &x, centre, centre + side * 1e-9);
-                    EXPECT(d <= 2e-7, "n %lld: a weight jumps by %.3g", (long long)x.n, d);
-                }
+START_TEST(continuous_around_the_closed_forms) {
+    static const double centres[] = {4.0 / 3, 1.5, 2};
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, 3000) {
+        rng r = case_begin("continuous_around_the_closed_forms", index);
+        const distribution kind = (distribution)(index % HUGE_SCORES);
+        row x;
+        row_make(&x, 0, rng_between(&r, 1, 300));
+        fill_scores(kind, x.scores, x.n, &r);
+        const double centre = centres[index / HUGE_SCORES % 3];
+        for (int b = 0; b < backends.count; b++) {
+            for (int side = -1; side <= 1; side += 2) {
+                case_note("%s: alpha %g %+d e-9, %s", backends.names[b], centre, side, distribution_names[kind]);
+                /* A row's spread within the support is below 3 / (alpha - 1), so 1e-9 moves no weight by more than 1e-7;
+                 * an equal amount for rounding both to f32. */
+                const double d = distance(backends.contexts[b], &x, centre, centre + side * 1e-9);
+                EXPECT(d <= 2e-7, "n %lld: a weight jumps by %.3g", (long long)x.n, d);
             }
-            row_free(&x);
         }
-        backends_close(&backends);
+        row_free(&x);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 static double distance_to_softmax(double alpha, const row *x) {
@@ -370,63 +367,60 @@ static double distance_to_softmax(double alpha, const row *x) {
  * returns may be no farther than that and rounding.  For two scores that is at most 2.4e-5 at 1 + 1e-4; with more the exact
  * value can pass 3e-5 (4.2e-5 for weights .8, .1, .1).
  */
-START_TEST(approaches_softmax)
-    {
-        static const double near_one[] = {1 + 1e-15, 1 + 1e-9, 1 + 0.99e-7, 1 + 1.01e-7, 1 + 1e-6, 1 + 1e-5, 1.0001};
-        backend_set backends;
-        backends_open(&backends, 1);
-        FOR_CASES(index, 3000) {
-            rng r = case_begin("approaches_softmax", index);
-            const double alpha = near_one[index % 7];
-            const bool small = index % 2;
-            row x;
-            row_make(&x, alpha, small ? rng_between(&r, 1, 2) : rng_between(&r, 4, 400));
-            fill_scores(small ? NORMAL : (distribution)(index / 7 % HUGE_SCORES), x.scores, x.n, &r);
-            const double exact = distance_to_softmax(alpha, &x);
-            for (int b = 0; b < backends.count; b++) {
-                case_note("%s: alpha 1 + %.3g, n %lld", backends.names[b], alpha - 1, (long long)x.n);
-                const double d = distance(backends.contexts[b], &x, 1, alpha);
-                EXPECT(d <= exact + 1e-6, "%.3g from softmax, the exact transform %.3g", d, exact);
-                EXPECT(!small || d <= 3e-5, "%.3g from softmax", d);
-            }
-            row_free(&x);
+START_TEST(approaches_softmax) {
+    static const double near_one[] = {1 + 1e-15, 1 + 1e-9, 1 + 0.99e-7, 1 + 1.01e-7, 1 + 1e-6, 1 + 1e-5, 1.0001};
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, 3000) {
+        rng r = case_begin("approaches_softmax", index);
+        const double alpha = near_one[index % 7];
+        const bool small = index % 2;
+        row x;
+        row_make(&x, alpha, small ? rng_between(&r, 1, 2) : rng_between(&r, 4, 400));
+        fill_scores(small ? NORMAL : (distribution)(index / 7 % HUGE_SCORES), x.scores, x.n, &r);
+        const double exact = distance_to_softmax(alpha, &x);
+        for (int b = 0; b < backends.count; b++) {
+            case_note("%s: alpha 1 + %.3g, n %lld", backends.names[b], alpha - 1, (long long)x.n);
+            const double d = distance(backends.contexts[b], &x, 1, alpha);
+            EXPECT(d <= exact + 1e-6, "%.3g from softmax, the exact transform %.3g", d, exact);
+            EXPECT(!small || d <= 3e-5, "%.3g from softmax", d);
         }
-        backends_close(&backends);
+        row_free(&x);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /* ---- Special values --------------------------------------------------------------------------------------------------- */
 
-START_TEST(in_place_gives_the_same_bits)
-    {
-        backend_set backends;
-        backends_open(&backends, 1);
-        FOR_CASES(index, 600) {
-            rng r = case_begin("in_place_gives_the_same_bits", index);
-            row x;
-            row_make(&x, RNG_PICK(&r, alphas), rng_between(&r, 0, 200));
-            fill_scores((distribution)(index % DISTRIBUTIONS), x.scores, x.n, &r);
-            guard copy = guard_alloc((size_t)x.n * sizeof(float));
-            for (int b = 0; b < backends.count; b++) {
-                case_note("%s: alpha %g n %lld", backends.names[b], x.alpha, (long long)x.n);
-                memcpy(copy.data, x.scores, copy.size);
-                row_solve(&x, backends.contexts[b]);
-                double tau;
-                int64_t support;
-                EXPECT_OK(backends.contexts[b],
-                          ekv_entmax(backends.contexts[b], x.alpha, copy.data, x.n, copy.data, &tau, &support));
-                EXPECT(memcmp(copy.data, x.weights, copy.size) == 0, "weights differ in place");
-                EXPECT(memcmp(&tau, &x.tau, sizeof tau) == 0 && support == x.support, "tau %.17g and %.17g", tau, x.tau);
-                memcpy(copy.data, x.scores, copy.size);
-                EXPECT_OK(backends.contexts[b],
-                          ekv_entmax(backends.contexts[b], x.alpha, copy.data, x.n, copy.data, NULL, NULL));
-                EXPECT(memcmp(copy.data, x.weights, copy.size) == 0, "weights differ without tau and support");
-            }
-            guard_free(&copy);
-            row_free(&x);
+START_TEST(in_place_gives_the_same_bits) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, 600) {
+        rng r = case_begin("in_place_gives_the_same_bits", index);
+        row x;
+        row_make(&x, RNG_PICK(&r, alphas), rng_between(&r, 0, 200));
+        fill_scores((distribution)(index % DISTRIBUTIONS), x.scores, x.n, &r);
+        guard copy = guard_alloc((size_t)x.n * sizeof(float));
+        for (int b = 0; b < backends.count; b++) {
+            case_note("%s: alpha %g n %lld", backends.names[b], x.alpha, (long long)x.n);
+            memcpy(copy.data, x.scores, copy.size);
+            row_solve(&x, backends.contexts[b]);
+            double tau;
+            int64_t support;
+            EXPECT_OK(backends.contexts[b],
+                      ekv_entmax(backends.contexts[b], x.alpha, copy.data, x.n, copy.data, &tau, &support));
+            EXPECT(memcmp(copy.data, x.weights, copy.size) == 0, "weights differ in place");
+            EXPECT(memcmp(&tau, &x.tau, sizeof tau) == 0 && support == x.support, "tau %.17g and %.17g", tau, x.tau);
+            memcpy(copy.data, x.scores, copy.size);
+            EXPECT_OK(backends.contexts[b], ekv_entmax(backends.contexts[b], x.alpha, copy.data, x.n, copy.data, NULL, NULL));
+            EXPECT(memcmp(copy.data, x.weights, copy.size) == 0, "weights differ without tau and support");
         }
-        backends_close(&backends);
+        guard_free(&copy);
+        row_free(&x);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 static void check_all_nan(const row *x) {
@@ -436,48 +430,46 @@ static void check_all_nan(const row *x) {
     }
 }
 
-START_TEST(nan_and_infinity_make_everything_nan)
-    {
-        backend_set backends;
-        backends_open(&backends, 1);
-        FOR_CASES(index, 1500) {
-            rng r = case_begin("nan_and_infinity_make_everything_nan", index);
-            const float bad = index % 3 == 0 ? NAN : index % 3 == 1 ? -NAN : INFINITY;
-            row x;
-            row_make(&x, alphas[index / 3 % ALPHAS], rng_between(&r, 1, 150));
-            fill_scores((distribution)(index % DISTRIBUTIONS), x.scores, x.n, &r);
-            x.scores[rng_between(&r, 0, x.n - 1)] = bad;
-            for (int b = 0; b < backends.count; b++) {
-                case_note("%s: alpha %g, n %lld, a score of %g", backends.names[b], x.alpha, (long long)x.n, bad);
-                row_solve(&x, backends.contexts[b]);
-                check_all_nan(&x);
-            }
-            row_free(&x);
+START_TEST(nan_and_infinity_make_everything_nan) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, 1500) {
+        rng r = case_begin("nan_and_infinity_make_everything_nan", index);
+        const float bad = index % 3 == 0 ? NAN : index % 3 == 1 ? -NAN : INFINITY;
+        row x;
+        row_make(&x, alphas[index / 3 % ALPHAS], rng_between(&r, 1, 150));
+        fill_scores((distribution)(index % DISTRIBUTIONS), x.scores, x.n, &r);
+        x.scores[rng_between(&r, 0, x.n - 1)] = bad;
+        for (int b = 0; b < backends.count; b++) {
+            case_note("%s: alpha %g, n %lld, a score of %g", backends.names[b], x.alpha, (long long)x.n, bad);
+            row_solve(&x, backends.contexts[b]);
+            check_all_nan(&x);
         }
-        backends_close(&backends);
+        row_free(&x);
     }
+    backends_close(&backends);
+}
 END_TEST
 
-START_TEST(empty_row)
-    {
-        backend_set backends;
-        backends_open(&backends, 1);
-        for (int b = 0; b < backends.count; b++) {
-            for (size_t i = 0; i < ALPHAS; i++) {
-                case_begin("empty_row", (int64_t)i);
-                case_note("%s: alpha %g", backends.names[b], alphas[i]);
-                row x;
-                row_make(&x, alphas[i], 0);
-                x.tau = 5;
-                x.support = 5;
-                row_solve(&x, backends.contexts[b]);
-                EXPECT(x.tau == -INFINITY && x.support == 0, "tau %g support %lld", x.tau, (long long)x.support);
-                EXPECT_OK(backends.contexts[b], ekv_entmax(backends.contexts[b], alphas[i], NULL, 0, NULL, NULL, NULL));
-                row_free(&x);
-            }
+START_TEST(empty_row) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    for (int b = 0; b < backends.count; b++) {
+        for (size_t i = 0; i < ALPHAS; i++) {
+            case_begin("empty_row", (int64_t)i);
+            case_note("%s: alpha %g", backends.names[b], alphas[i]);
+            row x;
+            row_make(&x, alphas[i], 0);
+            x.tau = 5;
+            x.support = 5;
+            row_solve(&x, backends.contexts[b]);
+            EXPECT(x.tau == -INFINITY && x.support == 0, "tau %g support %lld", x.tau, (long long)x.support);
+            EXPECT_OK(backends.contexts[b], ekv_entmax(backends.contexts[b], alphas[i], NULL, 0, NULL, NULL, NULL));
+            row_free(&x);
         }
-        backends_close(&backends);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /* ---- Properties ------------------------------------------------------------------------------------------------------- */
@@ -491,108 +483,105 @@ static int64_t property_size(rng *r) {
 }
 
 /* max z - 1 <= tau <= max z - n^(1-alpha); weights ordered as the scores, equal where they tie. */
-START_TEST(tau_bounds)
-    {
-        backend_set backends;
-        backends_open(&backends, 1);
-        FOR_CASES(index, 10000) {
-            rng r = case_begin("tau_bounds", index);
-            const distribution kind = (distribution)(index % DISTRIBUTIONS);
-            row x;
-            row_make(&x, property_alpha(&r), property_size(&r));
-            fill_scores(kind, x.scores, x.n, &r);
-            const double top = (x.alpha - 1) * largest(x.scores, x.n), slip = 4 * 0x1p-52 * fmax(1, fabs(top));
-            for (int b = 0; b < backends.count; b++) {
-                case_note("%s: alpha %.10g, n %lld, %s", backends.names[b], x.alpha, (long long)x.n, distribution_names[kind]);
-                row_solve(&x, backends.contexts[b]);
-                const double high = top - pow((double)x.n, 1 - x.alpha);
-                EXPECT(x.tau >= top - 1 - slip, "tau %.17g below max z - 1 = %.17g", x.tau, top - 1);
-                EXPECT(x.tau <= high + slip, "tau %.17g above max z - n^(1-alpha) = %.17g", x.tau, high);
-                for (int64_t i = 1; i < x.n; i++) {
-                    const float left = x.scores[i - 1], right = x.scores[i];
-                    const bool ordered = left < right ? x.weights[i - 1] <= x.weights[i] : x.weights[i - 1] >= x.weights[i];
-                    EXPECT(ordered && (left != right || x.weights[i - 1] == x.weights[i]),
-                           "scores %.9g, %.9g weights %.9g, %.9g", left, right, x.weights[i - 1], x.weights[i]);
-                }
+START_TEST(tau_bounds) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, 10000) {
+        rng r = case_begin("tau_bounds", index);
+        const distribution kind = (distribution)(index % DISTRIBUTIONS);
+        row x;
+        row_make(&x, property_alpha(&r), property_size(&r));
+        fill_scores(kind, x.scores, x.n, &r);
+        const double top = (x.alpha - 1) * largest(x.scores, x.n), slip = 4 * 0x1p-52 * fmax(1, fabs(top));
+        for (int b = 0; b < backends.count; b++) {
+            case_note("%s: alpha %.10g, n %lld, %s", backends.names[b], x.alpha, (long long)x.n, distribution_names[kind]);
+            row_solve(&x, backends.contexts[b]);
+            const double high = top - pow((double)x.n, 1 - x.alpha);
+            EXPECT(x.tau >= top - 1 - slip, "tau %.17g below max z - 1 = %.17g", x.tau, top - 1);
+            EXPECT(x.tau <= high + slip, "tau %.17g above max z - n^(1-alpha) = %.17g", x.tau, high);
+            for (int64_t i = 1; i < x.n; i++) {
+                const float left = x.scores[i - 1], right = x.scores[i];
+                const bool ordered = left < right ? x.weights[i - 1] <= x.weights[i] : x.weights[i - 1] >= x.weights[i];
+                EXPECT(ordered && (left != right || x.weights[i - 1] == x.weights[i]), "scores %.9g, %.9g weights %.9g, %.9g",
+                       left, right, x.weights[i - 1], x.weights[i]);
             }
-            row_free(&x);
         }
-        backends_close(&backends);
+        row_free(&x);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /* A subset of B, taken at random or from the top, never has the larger tau; dropping nothing but weight zero changes nothing.
  */
-START_TEST(tau_grows_with_the_set)
-    {
-        backend_set backends;
-        backends_open(&backends, 1);
-        FOR_CASES(index, 10000) {
-            rng r = case_begin("tau_grows_with_the_set", index);
-            const distribution kind = (distribution)(index % DISTRIBUTIONS);
-            row all;
-            row_make(&all, index % 11 == 0 ? 1 : property_alpha(&r), property_size(&r));
-            fill_scores(kind, all.scores, all.n, &r);
-            const double keep = rng_uniform(&r);
-            bool *kept = calloc((size_t)all.n, sizeof *kept);
-            int64_t n = 0;
-            for (int64_t i = 0; i < all.n; i++) {
-                kept[i] = rng_chance(&r, keep);
-                n += kept[i];
-            }
-            row some;
-            row_make(&some, all.alpha, n);
-            for (int64_t i = 0, k = 0; i < all.n; i++) {
-                if (kept[i]) {
-                    some.scores[k++] = all.scores[i];
-                }
-            }
-            for (int b = 0; b < backends.count; b++) {
-                case_note("%s: alpha %.10g, %lld of %lld, %s", backends.names[b], all.alpha, (long long)n, (long long)all.n,
-                          distribution_names[kind]);
-                row_solve(&all, backends.contexts[b]);
-                if (n > 0 && largest(some.scores, n) == -INFINITY) {
-                    continue; /* nothing but -infinity: no entmax */
-                }
-                row_solve(&some, backends.contexts[b]);
-                const double slip = 4 * 0x1p-52 * fmax(1, fabs(all.tau));
-                EXPECT(some.tau <= all.tau + slip, "tau of the subset %.17g, of all %.17g", some.tau, all.tau);
-            }
-            free(kept);
-            row_free(&some);
-            row_free(&all);
+START_TEST(tau_grows_with_the_set) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, 10000) {
+        rng r = case_begin("tau_grows_with_the_set", index);
+        const distribution kind = (distribution)(index % DISTRIBUTIONS);
+        row all;
+        row_make(&all, index % 11 == 0 ? 1 : property_alpha(&r), property_size(&r));
+        fill_scores(kind, all.scores, all.n, &r);
+        const double keep = rng_uniform(&r);
+        bool *kept = calloc((size_t)all.n, sizeof *kept);
+        int64_t n = 0;
+        for (int64_t i = 0; i < all.n; i++) {
+            kept[i] = rng_chance(&r, keep);
+            n += kept[i];
         }
-        backends_close(&backends);
+        row some;
+        row_make(&some, all.alpha, n);
+        for (int64_t i = 0, k = 0; i < all.n; i++) {
+            if (kept[i]) {
+                some.scores[k++] = all.scores[i];
+            }
+        }
+        for (int b = 0; b < backends.count; b++) {
+            case_note("%s: alpha %.10g, %lld of %lld, %s", backends.names[b], all.alpha, (long long)n, (long long)all.n,
+                      distribution_names[kind]);
+            row_solve(&all, backends.contexts[b]);
+            if (n > 0 && largest(some.scores, n) == -INFINITY) {
+                continue; /* nothing but -infinity: no entmax */
+            }
+            row_solve(&some, backends.contexts[b]);
+            const double slip = 4 * 0x1p-52 * fmax(1, fabs(all.tau));
+            EXPECT(some.tau <= all.tau + slip, "tau of the subset %.17g, of all %.17g", some.tau, all.tau);
+        }
+        free(kept);
+        row_free(&some);
+        row_free(&all);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /* tau is the solution: with the returned tau, in double, the weights sum to one. */
-START_TEST(tau_solves_the_equation)
-    {
-        backend_set backends;
-        backends_open(&backends, 1);
-        FOR_CASES(index, 10000) {
-            rng r = case_begin("tau_solves_the_equation", index);
-            row x;
-            row_make(&x, property_alpha(&r), property_size(&r));
-            fill_scores((distribution)(index % OFFSET_UP), x.scores, x.n, &r);
-            const double beta = 1 / (x.alpha - 1);
-            for (int b = 0; b < backends.count; b++) {
-                case_note("%s: alpha %.10g, n %lld, %s", backends.names[b], x.alpha, (long long)x.n,
-                          distribution_names[index % OFFSET_UP]);
-                row_solve(&x, backends.contexts[b]);
-                double low = 0, high = 0;
-                for (int64_t i = 0; i < x.n; i++) {
-                    const double z = (x.alpha - 1) * x.scores[i];
-                    low += pow(fmax(z - x.tau - 1e-13 * fmax(1, fabs(z)), 0), beta);
-                    high += pow(fmax(z - x.tau + 1e-13 * fmax(1, fabs(z)), 0), beta);
-                }
-                EXPECT(low <= 1 + 1e-13 && high >= 1 - 1e-13, "the weights sum to between %.17g and %.17g", low, high);
+START_TEST(tau_solves_the_equation) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, 10000) {
+        rng r = case_begin("tau_solves_the_equation", index);
+        row x;
+        row_make(&x, property_alpha(&r), property_size(&r));
+        fill_scores((distribution)(index % OFFSET_UP), x.scores, x.n, &r);
+        const double beta = 1 / (x.alpha - 1);
+        for (int b = 0; b < backends.count; b++) {
+            case_note("%s: alpha %.10g, n %lld, %s", backends.names[b], x.alpha, (long long)x.n,
+                      distribution_names[index % OFFSET_UP]);
+            row_solve(&x, backends.contexts[b]);
+            double low = 0, high = 0;
+            for (int64_t i = 0; i < x.n; i++) {
+                const double z = (x.alpha - 1) * x.scores[i];
+                low += pow(fmax(z - x.tau - 1e-13 * fmax(1, fabs(z)), 0), beta);
+                high += pow(fmax(z - x.tau + 1e-13 * fmax(1, fabs(z)), 0), beta);
             }
-            row_free(&x);
+            EXPECT(low <= 1 + 1e-13 && high >= 1 - 1e-13, "the weights sum to between %.17g and %.17g", low, high);
         }
-        backends_close(&backends);
+        row_free(&x);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 int main(int argc, char **argv) {

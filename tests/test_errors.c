@@ -212,208 +212,201 @@ static void check_spoiled_step(ekv_context *context, const char *backend, const 
     free(f);
 }
 
-START_TEST(decode_arguments)
-    {
-        backend_set backends;
-        backends_open(&backends, 2);
-        for (int b = 0; b < backends.count; b++) {
-            FOR_CASES(index, DECODE_ERRORS) {
-                if (index < DECODE_ERRORS) {
-                    check_spoiled_step(backends.contexts[b], backends.names[b], &decode_errors[index], index);
-                }
+START_TEST(decode_arguments) {
+    backend_set backends;
+    backends_open(&backends, 2);
+    for (int b = 0; b < backends.count; b++) {
+        FOR_CASES(index, DECODE_ERRORS) {
+            if (index < DECODE_ERRORS) {
+                check_spoiled_step(backends.contexts[b], backends.names[b], &decode_errors[index], index);
             }
         }
-        backends_close(&backends);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /* The stages check the same arguments; their outputs too stay as they were. */
-START_TEST(stage_arguments)
-    {
-        backend_set backends;
-        backends_open(&backends, 2);
-        for (int b = 0; b < backends.count; b++) {
-            ekv_context *context = backends.contexts[b];
-            FOR_CASES(index, DECODE_ERRORS) {
-                if (index >= DECODE_ERRORS || decode_errors[index].spoil == out_null ||
-                    decode_errors[index].spoil == out_dtype_bad) {
-                    continue; /* the stages do not use out */
-                }
-                fixture *f = calloc(1, sizeof *f);
-                fixture_make(f, context);
-                STEP.report = NULL;
-                decode_errors[index].spoil(f);
-                STEP.report_mass = 0;
-                case_note("%s: %s %s", backends.names[b], decode_errors[index].name,
-                          decode_errors[index].value ? decode_errors[index].value : "");
-                uint8_t selected[64];
-                float bounds[64], mean[64], deviation[64];
-                memset(selected, POISON, sizeof selected);
-                memset(bounds, POISON, sizeof bounds);
-                memset(mean, POISON, sizeof mean);
-                memset(deviation, POISON, sizeof deviation);
-                if (decode_errors[index].spoil != mass_no_index) {
-                    const ekv_status status = ekv_select_pages(context, &STEP, selected, 5);
-                    EXPECT(is_status(status, decode_errors[index].status), "ekv_select_pages returned %d: %s", (int)status,
-                           ekv_last_error(context));
-                    expect_message(ekv_last_error(context), decode_errors[index].name, decode_errors[index].value);
-                }
-                const bool about_policy = STEP.policy != EKV_POLICY_FULL && STEP.index != NULL;
-                if (!about_policy) { /* bounds and moments do not depend on the policy */
-                    STEP.policy = EKV_POLICY_FULL;
-                    EXPECT(ekv_page_bounds(context, &STEP, bounds, 5) == EKV_ERROR_INVALID_ARGUMENT,
-                           "ekv_page_bounds accepts it");
-                    EXPECT(ekv_page_moments(context, &STEP, mean, deviation, 5) == EKV_ERROR_INVALID_ARGUMENT,
-                           "ekv_page_moments accepts it");
-                }
-                EXPECT(is_poison(selected, sizeof selected) && is_poison(bounds, sizeof bounds) &&
-                           is_poison(mean, sizeof mean) && is_poison(deviation, sizeof deviation),
-                       "an output was written");
-                problem_free(&f->p);
-                free(f);
+START_TEST(stage_arguments) {
+    backend_set backends;
+    backends_open(&backends, 2);
+    for (int b = 0; b < backends.count; b++) {
+        ekv_context *context = backends.contexts[b];
+        FOR_CASES(index, DECODE_ERRORS) {
+            if (index >= DECODE_ERRORS || decode_errors[index].spoil == out_null ||
+                decode_errors[index].spoil == out_dtype_bad) {
+                continue; /* the stages do not use out */
             }
             fixture *f = calloc(1, sizeof *f);
             fixture_make(f, context);
-            case_note("%s: outputs of the stages", backends.names[b]);
-            float numbers[64];
+            STEP.report = NULL;
+            decode_errors[index].spoil(f);
+            STEP.report_mass = 0;
+            case_note("%s: %s %s", backends.names[b], decode_errors[index].name,
+                      decode_errors[index].value ? decode_errors[index].value : "");
             uint8_t selected[64];
-            EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_page_bounds(context, &STEP, NULL, 5));
-            expect_message(ekv_last_error(context), "bounds", NULL);
-            EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_page_bounds(context, &STEP, numbers, 2));
-            expect_message(ekv_last_error(context), "stride", "2");
-            EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_page_moments(context, &STEP, NULL, numbers, 5));
-            EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_page_moments(context, &STEP, numbers, NULL, 5));
-            EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_page_moments(context, &STEP, numbers, numbers + 32, 2));
-            EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_select_pages(context, &STEP, NULL, 5));
-            EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_select_pages(context, &STEP, selected, 2));
-            expect_message(ekv_last_error(context), "stride", "2");
+            float bounds[64], mean[64], deviation[64];
+            memset(selected, POISON, sizeof selected);
+            memset(bounds, POISON, sizeof bounds);
+            memset(mean, POISON, sizeof mean);
+            memset(deviation, POISON, sizeof deviation);
+            if (decode_errors[index].spoil != mass_no_index) {
+                const ekv_status status = ekv_select_pages(context, &STEP, selected, 5);
+                EXPECT(is_status(status, decode_errors[index].status), "ekv_select_pages returned %d: %s", (int)status,
+                       ekv_last_error(context));
+                expect_message(ekv_last_error(context), decode_errors[index].name, decode_errors[index].value);
+            }
+            const bool about_policy = STEP.policy != EKV_POLICY_FULL && STEP.index != NULL;
+            if (!about_policy) { /* bounds and moments do not depend on the policy */
+                STEP.policy = EKV_POLICY_FULL;
+                EXPECT(ekv_page_bounds(context, &STEP, bounds, 5) == EKV_ERROR_INVALID_ARGUMENT, "ekv_page_bounds accepts it");
+                EXPECT(ekv_page_moments(context, &STEP, mean, deviation, 5) == EKV_ERROR_INVALID_ARGUMENT,
+                       "ekv_page_moments accepts it");
+            }
+            EXPECT(is_poison(selected, sizeof selected) && is_poison(bounds, sizeof bounds) && is_poison(mean, sizeof mean) &&
+                       is_poison(deviation, sizeof deviation),
+                   "an output was written");
             problem_free(&f->p);
             free(f);
         }
-        backends_close(&backends);
+        fixture *f = calloc(1, sizeof *f);
+        fixture_make(f, context);
+        case_note("%s: outputs of the stages", backends.names[b]);
+        float numbers[64];
+        uint8_t selected[64];
+        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_page_bounds(context, &STEP, NULL, 5));
+        expect_message(ekv_last_error(context), "bounds", NULL);
+        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_page_bounds(context, &STEP, numbers, 2));
+        expect_message(ekv_last_error(context), "stride", "2");
+        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_page_moments(context, &STEP, NULL, numbers, 5));
+        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_page_moments(context, &STEP, numbers, NULL, 5));
+        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_page_moments(context, &STEP, numbers, numbers + 32, 2));
+        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_select_pages(context, &STEP, NULL, 5));
+        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_select_pages(context, &STEP, selected, 2));
+        expect_message(ekv_last_error(context), "stride", "2");
+        problem_free(&f->p);
+        free(f);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /* Each policy needs its statistics, and says which. */
-START_TEST(missing_statistics)
-    {
-        static const struct {
-            ekv_policy policy;
-            int32_t report_mass;
-            uint32_t has;
-            const char *missing;
-        } cases[] = {
-            {EKV_POLICY_TOPK, 0, EKV_STATISTICS_GAUSSIAN | EKV_STATISTICS_NORMS, "BOX"},
-            {EKV_POLICY_GAUSSIAN, 0, EKV_STATISTICS_BOX | EKV_STATISTICS_NORMS, "GAUSSIAN"},
-            {EKV_POLICY_GAUSSIAN, 1, EKV_STATISTICS_GAUSSIAN, "BOX"},
-            {EKV_POLICY_PAGES, 1, EKV_STATISTICS_NORMS, "BOX"},
-        };
-        backend_set backends;
-        backends_open(&backends, 2);
-        for (int b = 0; b < backends.count; b++) {
-            for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-                ekv_context *context = backends.contexts[b];
-                fixture *f = calloc(1, sizeof *f);
-                fixture_make(f, context);
-                rng r = case_begin("missing_statistics", (int64_t)i);
-                case_note("%s: %s, report_mass %d", backends.names[b], ekv_policy_name(cases[i].policy), cases[i].report_mass);
-                problem_index(&f->p, context, cases[i].has);
-                problem_random_policy(&f->p, &r, cases[i].policy);
-                STEP.report_mass = cases[i].report_mass;
-                problem_poison(&f->p);
-                EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_decode(context, &STEP));
-                expect_message(ekv_last_error(context), cases[i].missing, NULL);
-                problem_check_untouched(&f->p);
-                float numbers[64];
-                if (!(cases[i].has & EKV_STATISTICS_BOX)) {
-                    STEP.report_mass = 0;
-                    STEP.policy = EKV_POLICY_FULL;
-                    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_page_bounds(context, &STEP, numbers, 5));
-                }
-                if (!(cases[i].has & EKV_STATISTICS_GAUSSIAN)) {
-                    STEP.report_mass = 0;
-                    STEP.policy = EKV_POLICY_FULL;
-                    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT,
-                                  ekv_page_moments(context, &STEP, numbers, numbers + 32, 5));
-                }
-                problem_free(&f->p);
-                free(f);
-            }
-        }
-        backends_close(&backends);
-    }
-END_TEST
-
-/* An index of another shape than the memory. */
-START_TEST(index_that_does_not_fit)
-    {
-        ekv_context *context = context_open("scalar", 1);
-        for (int i = 0; i < 6; i++) {
+START_TEST(missing_statistics) {
+    static const struct {
+        ekv_policy policy;
+        int32_t report_mass;
+        uint32_t has;
+        const char *missing;
+    } cases[] = {
+        {EKV_POLICY_TOPK, 0, EKV_STATISTICS_GAUSSIAN | EKV_STATISTICS_NORMS, "BOX"},
+        {EKV_POLICY_GAUSSIAN, 0, EKV_STATISTICS_BOX | EKV_STATISTICS_NORMS, "GAUSSIAN"},
+        {EKV_POLICY_GAUSSIAN, 1, EKV_STATISTICS_GAUSSIAN, "BOX"},
+        {EKV_POLICY_PAGES, 1, EKV_STATISTICS_NORMS, "BOX"},
+    };
+    backend_set backends;
+    backends_open(&backends, 2);
+    for (int b = 0; b < backends.count; b++) {
+        for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+            ekv_context *context = backends.contexts[b];
             fixture *f = calloc(1, sizeof *f);
             fixture_make(f, context);
-            case_note("index mismatch %d", i);
-            ekv_index_params params = ekv_index_params_default();
-            params.dtype = i == 0 ? EKV_BF16 : EKV_F32;
-            params.kv_heads = i == 1 ? 1 : 2;
-            params.k_dim = i == 2 ? 9 : 8;
-            params.v_dim = i == 3 ? 9 : 8;
-            params.page_size = i == 4 ? 8 : 16;
-            params.blocks = i == 5 ? 2 : f->p.kv.blocks;
-            ekv_index *index = NULL;
-            EXPECT_OK(context, ekv_index_create(context, &params, NULL, 0, &index));
-            STEP.index = index;
-            STEP.policy = EKV_POLICY_TOPK;
+            rng r = case_begin("missing_statistics", (int64_t)i);
+            case_note("%s: %s, report_mass %d", backends.names[b], ekv_policy_name(cases[i].policy), cases[i].report_mass);
+            problem_index(&f->p, context, cases[i].has);
+            problem_random_policy(&f->p, &r, cases[i].policy);
+            STEP.report_mass = cases[i].report_mass;
             problem_poison(&f->p);
             EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_decode(context, &STEP));
-            expect_message(ekv_last_error(context), "index", NULL);
+            expect_message(ekv_last_error(context), cases[i].missing, NULL);
             problem_check_untouched(&f->p);
-            EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT,
-                          ekv_index_update(context, index, &f->p.kv, f->p.table.data, 0, 40, 40));
-            STEP.index = f->p.index;
-            ekv_index_destroy(index);
+            float numbers[64];
+            if (!(cases[i].has & EKV_STATISTICS_BOX)) {
+                STEP.report_mass = 0;
+                STEP.policy = EKV_POLICY_FULL;
+                EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_page_bounds(context, &STEP, numbers, 5));
+            }
+            if (!(cases[i].has & EKV_STATISTICS_GAUSSIAN)) {
+                STEP.report_mass = 0;
+                STEP.policy = EKV_POLICY_FULL;
+                EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_page_moments(context, &STEP, numbers, numbers + 32, 5));
+            }
             problem_free(&f->p);
             free(f);
         }
-        ekv_context_destroy(context);
     }
+    backends_close(&backends);
+}
+END_TEST
+
+/* An index of another shape than the memory. */
+START_TEST(index_that_does_not_fit) {
+    ekv_context *context = context_open("scalar", 1);
+    for (int i = 0; i < 6; i++) {
+        fixture *f = calloc(1, sizeof *f);
+        fixture_make(f, context);
+        case_note("index mismatch %d", i);
+        ekv_index_params params = ekv_index_params_default();
+        params.dtype = i == 0 ? EKV_BF16 : EKV_F32;
+        params.kv_heads = i == 1 ? 1 : 2;
+        params.k_dim = i == 2 ? 9 : 8;
+        params.v_dim = i == 3 ? 9 : 8;
+        params.page_size = i == 4 ? 8 : 16;
+        params.blocks = i == 5 ? 2 : f->p.kv.blocks;
+        ekv_index *index = NULL;
+        EXPECT_OK(context, ekv_index_create(context, &params, NULL, 0, &index));
+        STEP.index = index;
+        STEP.policy = EKV_POLICY_TOPK;
+        problem_poison(&f->p);
+        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_decode(context, &STEP));
+        expect_message(ekv_last_error(context), "index", NULL);
+        problem_check_untouched(&f->p);
+        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT,
+                      ekv_index_update(context, index, &f->p.kv, f->p.table.data, 0, 40, 40));
+        STEP.index = f->p.index;
+        ekv_index_destroy(index);
+        problem_free(&f->p);
+        free(f);
+    }
+    ekv_context_destroy(context);
+}
 END_TEST
 
 /* ---- Transform, index, cache ------------------------------------------------------------------------------------------ */
 
-START_TEST(transform_arguments)
-    {
-        static const double alphas[] = {0.999999, 0, -1, NAN, INFINITY, -INFINITY};
-        static const char *const values[] = {"0.999999", "0", "-1", "nan", "inf", "-inf"};
-        backend_set backends;
-        backends_open(&backends, 1);
-        for (int b = 0; b < backends.count; b++) {
-            ekv_context *context = backends.contexts[b];
-            const float scores[] = {1, 2, 3};
-            float weights[3];
-            double tau;
-            int64_t support;
-            memset(weights, POISON, sizeof weights);
-            memset(&tau, POISON, sizeof tau);
-            memset(&support, POISON, sizeof support);
-            for (int i = 0; i < 6; i++) {
-                case_begin("transform_arguments", i);
-                case_note("%s: alpha %s", backends.names[b], values[i]);
-                EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT,
-                              ekv_entmax(context, alphas[i], scores, 3, weights, &tau, &support));
-                expect_message(ekv_last_error(context), "alpha", values[i]);
-            }
-            EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_entmax(context, 1.5, NULL, 3, weights, &tau, &support));
-            expect_message(ekv_last_error(context), "scores", NULL);
-            EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_entmax(context, 1.5, scores, 3, NULL, &tau, &support));
-            expect_message(ekv_last_error(context), "weights", NULL);
-            EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_entmax(context, 1.5, scores, -4, weights, &tau, &support));
-            expect_message(ekv_last_error(context), "n", "-4");
-            EXPECT(is_poison(weights, sizeof weights) && is_poison(&tau, sizeof tau) && is_poison(&support, sizeof support),
-                   "an output was written");
-            EXPECT_OK(context, ekv_entmax(context, 1.5, scores, 3, weights, &tau, &support));
+START_TEST(transform_arguments) {
+    static const double alphas[] = {0.999999, 0, -1, NAN, INFINITY, -INFINITY};
+    static const char *const values[] = {"0.999999", "0", "-1", "nan", "inf", "-inf"};
+    backend_set backends;
+    backends_open(&backends, 1);
+    for (int b = 0; b < backends.count; b++) {
+        ekv_context *context = backends.contexts[b];
+        const float scores[] = {1, 2, 3};
+        float weights[3];
+        double tau;
+        int64_t support;
+        memset(weights, POISON, sizeof weights);
+        memset(&tau, POISON, sizeof tau);
+        memset(&support, POISON, sizeof support);
+        for (int i = 0; i < 6; i++) {
+            case_begin("transform_arguments", i);
+            case_note("%s: alpha %s", backends.names[b], values[i]);
+            EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT,
+                          ekv_entmax(context, alphas[i], scores, 3, weights, &tau, &support));
+            expect_message(ekv_last_error(context), "alpha", values[i]);
         }
-        backends_close(&backends);
+        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_entmax(context, 1.5, NULL, 3, weights, &tau, &support));
+        expect_message(ekv_last_error(context), "scores", NULL);
+        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_entmax(context, 1.5, scores, 3, NULL, &tau, &support));
+        expect_message(ekv_last_error(context), "weights", NULL);
+        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_entmax(context, 1.5, scores, -4, weights, &tau, &support));
+        expect_message(ekv_last_error(context), "n", "-4");
+        EXPECT(is_poison(weights, sizeof weights) && is_poison(&tau, sizeof tau) && is_poison(&support, sizeof support),
+               "an output was written");
+        EXPECT_OK(context, ekv_entmax(context, 1.5, scores, 3, weights, &tau, &support));
     }
+    backends_close(&backends);
+}
 END_TEST
 
 static ekv_index_params index_params(void) {
@@ -433,85 +426,83 @@ static void check_index_error(ekv_context *context, ekv_index_params params, con
     expect_message(ekv_last_error(context), name, value);
 }
 
-START_TEST(index_arguments)
-    {
-        case_begin("index_arguments", 0);
-        ekv_context *context = context_open("scalar", 1);
-        ekv_index_params params = index_params();
-        EXPECT(ekv_index_bytes(&params) > 0, "a valid index needs no bytes");
-        params.dtype = (ekv_dtype)3;
-        check_index_error(context, params, "dtype", "3");
-        params = index_params(), params.kv_heads = 0;
-        check_index_error(context, params, "kv_heads", "0");
-        params = index_params(), params.k_dim = 1025;
-        check_index_error(context, params, "k_dim", "1025");
-        params = index_params(), params.v_dim = -1;
-        check_index_error(context, params, "v_dim", "-1");
-        params = index_params(), params.page_size = 257;
-        check_index_error(context, params, "page_size", "257");
-        params = index_params(), params.blocks = -2;
-        check_index_error(context, params, "blocks", "-2");
-        params = index_params(), params.statistics = 16;
-        check_index_error(context, params, "statistics", "0x10");
-        params = index_params();
-        guard memory = guard_alloc_aligned(ekv_index_bytes(&params), 64);
-        ekv_index *index = NULL;
-        case_note("index memory");
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT,
-                      ekv_index_create(context, &params, memory.data, memory.size - 1, &index));
-        expect_message(ekv_last_error(context), "bytes", NULL);
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT,
-                      ekv_index_create(context, &params, (char *)memory.data + 4, memory.size, &index));
-        expect_message(ekv_last_error(context), "memory", NULL);
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_create(context, &params, NULL, 0, NULL));
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_create(context, NULL, NULL, 0, &index));
-        EXPECT_OK(context, ekv_index_create(context, &params, memory.data, memory.size, &index));
-        const int32_t outside[] = {0, 4}, negative[] = {-1, 0};
-        case_note("index invalidate");
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_invalidate(context, index, outside, 0, 32));
-        expect_message(ekv_last_error(context), "block_table", "4");
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_invalidate(context, index, negative, 0, 1));
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_invalidate(context, index, NULL, 0, 4 * 16 + 1));
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_invalidate(context, index, NULL, -1, 3));
-        expect_message(ekv_last_error(context), "first", "-1");
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_invalidate(context, index, NULL, 0, -3));
-        expect_message(ekv_last_error(context), "count", "-3");
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_invalidate(context, NULL, NULL, 0, 3));
-        EXPECT_OK(context, ekv_index_invalidate(context, index, NULL, 0, 64));
-        ekv_index_destroy(index);
-        ekv_index_destroy(NULL);
-        guard_free(&memory);
-        ekv_context_destroy(context);
-    }
+START_TEST(index_arguments) {
+    case_begin("index_arguments", 0);
+    ekv_context *context = context_open("scalar", 1);
+    ekv_index_params params = index_params();
+    EXPECT(ekv_index_bytes(&params) > 0, "a valid index needs no bytes");
+    params.dtype = (ekv_dtype)3;
+    check_index_error(context, params, "dtype", "3");
+    params = index_params(), params.kv_heads = 0;
+    check_index_error(context, params, "kv_heads", "0");
+    params = index_params(), params.k_dim = 1025;
+    check_index_error(context, params, "k_dim", "1025");
+    params = index_params(), params.v_dim = -1;
+    check_index_error(context, params, "v_dim", "-1");
+    params = index_params(), params.page_size = 257;
+    check_index_error(context, params, "page_size", "257");
+    params = index_params(), params.blocks = -2;
+    check_index_error(context, params, "blocks", "-2");
+    params = index_params(), params.statistics = 16;
+    check_index_error(context, params, "statistics", "0x10");
+    params = index_params();
+    guard memory = guard_alloc_aligned(ekv_index_bytes(&params), 64);
+    ekv_index *index = NULL;
+    case_note("index memory");
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT,
+                  ekv_index_create(context, &params, memory.data, memory.size - 1, &index));
+    expect_message(ekv_last_error(context), "bytes", NULL);
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT,
+                  ekv_index_create(context, &params, (char *)memory.data + 4, memory.size, &index));
+    expect_message(ekv_last_error(context), "memory", NULL);
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_create(context, &params, NULL, 0, NULL));
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_create(context, NULL, NULL, 0, &index));
+    EXPECT_OK(context, ekv_index_create(context, &params, memory.data, memory.size, &index));
+    const int32_t outside[] = {0, 4}, negative[] = {-1, 0};
+    case_note("index invalidate");
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_invalidate(context, index, outside, 0, 32));
+    expect_message(ekv_last_error(context), "block_table", "4");
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_invalidate(context, index, negative, 0, 1));
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_invalidate(context, index, NULL, 0, 4 * 16 + 1));
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_invalidate(context, index, NULL, -1, 3));
+    expect_message(ekv_last_error(context), "first", "-1");
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_invalidate(context, index, NULL, 0, -3));
+    expect_message(ekv_last_error(context), "count", "-3");
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_invalidate(context, NULL, NULL, 0, 3));
+    EXPECT_OK(context, ekv_index_invalidate(context, index, NULL, 0, 64));
+    ekv_index_destroy(index);
+    ekv_index_destroy(NULL);
+    guard_free(&memory);
+    ekv_context_destroy(context);
+}
 END_TEST
 
-START_TEST(index_update_arguments)
-    {
-        ekv_context *context = context_open("scalar", 1);
-        fixture *f = calloc(1, sizeof *f);
-        fixture_make(f, context);
-        ekv_index *index = f->p.index;
-        const ekv_kv *kv = &f->p.kv;
-        const int32_t *table = f->p.table.data;
-        const int32_t outside[] = {0, 9999, 1};
-        case_note("ekv_index_update");
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_update(context, index, kv, outside, 0, 40, 40));
-        expect_message(ekv_last_error(context), "block_table", "9999");
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_update(context, index, kv, table, -1, 4, 40));
-        expect_message(ekv_last_error(context), "first", "-1");
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_update(context, index, kv, table, 0, -4, 40));
-        expect_message(ekv_last_error(context), "count", "-4");
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_update(context, index, kv, table, 30, 11, 40));
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_update(context, index, kv, table, INT64_MAX, 2, 40));
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_update(context, index, kv, table, 0, 1, -1));
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_update(context, NULL, kv, table, 0, 40, 40));
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_update(context, index, NULL, table, 0, 40, 40));
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_update(context, index, kv, NULL, 0, 16 * 100, 16 * 100));
-        EXPECT_OK(context, ekv_index_update(context, index, kv, table, 40, 0, 40));
-        problem_free(&f->p);
-        free(f);
-        ekv_context_destroy(context);
-    }
+START_TEST(index_update_arguments) {
+    ekv_context *context = context_open("scalar", 1);
+    fixture *f = calloc(1, sizeof *f);
+    fixture_make(f, context);
+    ekv_index *index = f->p.index;
+    const ekv_kv *kv = &f->p.kv;
+    const int32_t *table = f->p.table.data;
+    const int32_t outside[] = {0, 9999, 1};
+    case_note("ekv_index_update");
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_update(context, index, kv, outside, 0, 40, 40));
+    expect_message(ekv_last_error(context), "block_table", "9999");
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_update(context, index, kv, table, -1, 4, 40));
+    expect_message(ekv_last_error(context), "first", "-1");
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_update(context, index, kv, table, 0, -4, 40));
+    expect_message(ekv_last_error(context), "count", "-4");
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_update(context, index, kv, table, 30, 11, 40));
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_update(context, index, kv, table, INT64_MAX, 2, 40));
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_update(context, index, kv, table, 0, 1, -1));
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_update(context, NULL, kv, table, 0, 40, 40));
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_update(context, index, NULL, table, 0, 40, 40));
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_index_update(context, index, kv, NULL, 0, 16 * 100, 16 * 100));
+    EXPECT_OK(context, ekv_index_update(context, index, kv, table, 40, 0, 40));
+    problem_free(&f->p);
+    free(f);
+    ekv_context_destroy(context);
+}
 END_TEST
 
 static ekv_cache_params cache_params(void) {
@@ -531,105 +522,102 @@ static void check_cache_error(ekv_context *context, ekv_cache_params params, con
     expect_message(ekv_last_error(context), name, value);
 }
 
-START_TEST(cache_arguments)
-    {
-        case_begin("cache_arguments", 0);
-        ekv_context *context = context_open("scalar", 1);
-        ekv_cache_params params;
-        params = cache_params(), params.dtype = (ekv_dtype)4;
-        check_cache_error(context, params, "dtype", "4");
-        params = cache_params(), params.layers = 0;
-        check_cache_error(context, params, "layers", "0");
-        params = cache_params(), params.kv_heads = -1;
-        check_cache_error(context, params, "kv_heads", "-1");
-        params = cache_params(), params.k_dim = 0;
-        check_cache_error(context, params, "k_dim", "0");
-        params = cache_params(), params.v_dim = 2000;
-        check_cache_error(context, params, "v_dim", "2000");
-        params = cache_params(), params.page_size = 300;
-        check_cache_error(context, params, "page_size", "300");
-        params = cache_params(), params.blocks = -1;
-        check_cache_error(context, params, "blocks", "-1");
-        params = cache_params(), params.max_sequences = 0;
-        check_cache_error(context, params, "max_sequences", "0");
-        params = cache_params(), params.max_length = -5;
-        check_cache_error(context, params, "max_length", "-5");
-        params = cache_params(), params.statistics = 16;
-        check_cache_error(context, params, "statistics", "0x10");
-        params = cache_params();
-        ekv_cache *cache = NULL;
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_create(context, NULL, &cache));
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_create(context, &params, NULL));
-        params.blocks = INT64_MAX / 4; /* sizes that overflow are not allocated */
-        ekv_status status = ekv_cache_create(context, &params, &cache);
-        EXPECT(status == EKV_ERROR_INVALID_ARGUMENT || status == EKV_ERROR_OUT_OF_MEMORY, "a cache of %lld blocks: %d",
-               (long long)params.blocks, (int)status);
-        ekv_cache_destroy(NULL);
-        ekv_context_destroy(context);
-    }
+START_TEST(cache_arguments) {
+    case_begin("cache_arguments", 0);
+    ekv_context *context = context_open("scalar", 1);
+    ekv_cache_params params;
+    params = cache_params(), params.dtype = (ekv_dtype)4;
+    check_cache_error(context, params, "dtype", "4");
+    params = cache_params(), params.layers = 0;
+    check_cache_error(context, params, "layers", "0");
+    params = cache_params(), params.kv_heads = -1;
+    check_cache_error(context, params, "kv_heads", "-1");
+    params = cache_params(), params.k_dim = 0;
+    check_cache_error(context, params, "k_dim", "0");
+    params = cache_params(), params.v_dim = 2000;
+    check_cache_error(context, params, "v_dim", "2000");
+    params = cache_params(), params.page_size = 300;
+    check_cache_error(context, params, "page_size", "300");
+    params = cache_params(), params.blocks = -1;
+    check_cache_error(context, params, "blocks", "-1");
+    params = cache_params(), params.max_sequences = 0;
+    check_cache_error(context, params, "max_sequences", "0");
+    params = cache_params(), params.max_length = -5;
+    check_cache_error(context, params, "max_length", "-5");
+    params = cache_params(), params.statistics = 16;
+    check_cache_error(context, params, "statistics", "0x10");
+    params = cache_params();
+    ekv_cache *cache = NULL;
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_create(context, NULL, &cache));
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_create(context, &params, NULL));
+    params.blocks = INT64_MAX / 4; /* sizes that overflow are not allocated */
+    ekv_status status = ekv_cache_create(context, &params, &cache);
+    EXPECT(status == EKV_ERROR_INVALID_ARGUMENT || status == EKV_ERROR_OUT_OF_MEMORY, "a cache of %lld blocks: %d",
+           (long long)params.blocks, (int)status);
+    ekv_cache_destroy(NULL);
+    ekv_context_destroy(context);
+}
 END_TEST
 
-START_TEST(append_arguments)
-    {
-        case_begin("append_arguments", 0);
-        ekv_context *context = context_open("scalar", 1);
-        ekv_cache_params params = cache_params();
-        ekv_cache *cache = NULL;
-        int32_t sequence;
-        EXPECT_OK(context, ekv_cache_create(context, &params, &cache));
-        EXPECT_OK(context, ekv_sequence_create(context, cache, &sequence));
-        const float data[64] = {0};
-        ekv_append_params good = ekv_append_params_default(), rows;
-        good.count = 2;
-        good.k = good.v = data;
-        rows = good, rows.count = -2;
-        case_note("append");
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_append(context, cache, sequence, 0, &rows));
-        expect_message(ekv_last_error(context), "count", "-2");
-        rows = good, rows.k = NULL;
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_append(context, cache, sequence, 0, &rows));
-        expect_message(ekv_last_error(context), "k", NULL);
-        rows = good, rows.v = NULL;
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_append(context, cache, sequence, 0, &rows));
-        rows = good, rows.dtype = (ekv_dtype)12;
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_append(context, cache, sequence, 0, &rows));
-        expect_message(ekv_last_error(context), "dtype", "12");
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_append(context, cache, sequence, 5, &good));
-        expect_message(ekv_last_error(context), "layer", "5");
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_append(context, cache, sequence + 3, 0, &good));
-        expect_message(ekv_last_error(context), "sequence", NULL);
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_append(context, NULL, sequence, 0, &good));
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_append(context, cache, sequence, 0, NULL));
-        EXPECT(ekv_sequence_length(cache, sequence, 0) == 0 && ekv_cache_free_blocks(cache) == 6,
-               "a failed append left something");
-        rows = good, rows.count = 0, rows.k = rows.v = NULL;
-        EXPECT_OK(context, ekv_cache_append(context, cache, sequence, 0, &rows));
-        EXPECT_OK(context, ekv_cache_append(context, cache, sequence, 0, &good));
-        const int32_t unknown = sequence + 3;
-        float out[16], q[16] = {0};
-        ekv_decode_params step = ekv_decode_params_default();
-        step.cache = cache;
-        step.q_heads = 2;
-        step.q = q;
-        step.out = out;
-        memset(out, POISON, sizeof out);
-        case_note("decode with a cache");
-        step.sequences = NULL;
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_decode(context, &step));
-        expect_message(ekv_last_error(context), "sequences", NULL);
-        step.sequences = &unknown;
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_decode(context, &step));
-        expect_message(ekv_last_error(context), "sequence", NULL);
-        step.sequences = &sequence;
-        step.layer = 2;
-        EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_decode(context, &step));
-        expect_message(ekv_last_error(context), "layer", "2");
-        EXPECT(is_poison(out, sizeof out), "out was written");
-        step.layer = 0;
-        EXPECT_OK(context, ekv_decode(context, &step));
-        ekv_cache_destroy(cache);
-        ekv_context_destroy(context);
-    }
+START_TEST(append_arguments) {
+    case_begin("append_arguments", 0);
+    ekv_context *context = context_open("scalar", 1);
+    ekv_cache_params params = cache_params();
+    ekv_cache *cache = NULL;
+    int32_t sequence;
+    EXPECT_OK(context, ekv_cache_create(context, &params, &cache));
+    EXPECT_OK(context, ekv_sequence_create(context, cache, &sequence));
+    const float data[64] = {0};
+    ekv_append_params good = ekv_append_params_default(), rows;
+    good.count = 2;
+    good.k = good.v = data;
+    rows = good, rows.count = -2;
+    case_note("append");
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_append(context, cache, sequence, 0, &rows));
+    expect_message(ekv_last_error(context), "count", "-2");
+    rows = good, rows.k = NULL;
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_append(context, cache, sequence, 0, &rows));
+    expect_message(ekv_last_error(context), "k", NULL);
+    rows = good, rows.v = NULL;
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_append(context, cache, sequence, 0, &rows));
+    rows = good, rows.dtype = (ekv_dtype)12;
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_append(context, cache, sequence, 0, &rows));
+    expect_message(ekv_last_error(context), "dtype", "12");
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_append(context, cache, sequence, 5, &good));
+    expect_message(ekv_last_error(context), "layer", "5");
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_append(context, cache, sequence + 3, 0, &good));
+    expect_message(ekv_last_error(context), "sequence", NULL);
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_append(context, NULL, sequence, 0, &good));
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_append(context, cache, sequence, 0, NULL));
+    EXPECT(ekv_sequence_length(cache, sequence, 0) == 0 && ekv_cache_free_blocks(cache) == 6, "a failed append left something");
+    rows = good, rows.count = 0, rows.k = rows.v = NULL;
+    EXPECT_OK(context, ekv_cache_append(context, cache, sequence, 0, &rows));
+    EXPECT_OK(context, ekv_cache_append(context, cache, sequence, 0, &good));
+    const int32_t unknown = sequence + 3;
+    float out[16], q[16] = {0};
+    ekv_decode_params step = ekv_decode_params_default();
+    step.cache = cache;
+    step.q_heads = 2;
+    step.q = q;
+    step.out = out;
+    memset(out, POISON, sizeof out);
+    case_note("decode with a cache");
+    step.sequences = NULL;
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_decode(context, &step));
+    expect_message(ekv_last_error(context), "sequences", NULL);
+    step.sequences = &unknown;
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_decode(context, &step));
+    expect_message(ekv_last_error(context), "sequence", NULL);
+    step.sequences = &sequence;
+    step.layer = 2;
+    EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_decode(context, &step));
+    expect_message(ekv_last_error(context), "layer", "2");
+    EXPECT(is_poison(out, sizeof out), "out was written");
+    step.layer = 0;
+    EXPECT_OK(context, ekv_decode(context, &step));
+    ekv_cache_destroy(cache);
+    ekv_context_destroy(context);
+}
 END_TEST
 
 /* ---- Backends by name ------------------------------------------------------------------------------------------------- */
@@ -651,92 +639,88 @@ static void check_unknown_backend(const char *backend, const char *name) {
     EXPECT(ekv_context_create(&params, &context, NULL, 0) == EKV_ERROR_UNAVAILABLE, "without a message");
 }
 
-START_TEST(backend_names_are_strict)
-    {
-        static const char *const unknown[] = {"abacus", "", "AVX2", "scalar ", "scala"};
-        case_begin("backend_names_are_strict", 0);
-        unsetenv("ENTMAXKV_BACKEND");
-        for (size_t i = 0; i < sizeof unknown / sizeof *unknown; i++) {
-            case_note("backend \"%s\"", unknown[i]);
-            check_unknown_backend(unknown[i], unknown[i]);
-        }
-        for (int32_t i = 0;; i++) { /* known, but not able to run here */
-            ekv_backend_info info = {.size = sizeof info};
-            if (ekv_backend(i, &info) != EKV_OK) {
-                EXPECT(i >= 2, "%d backends", i);
-                break;
-            }
-            case_note("backend %s", info.name);
-            EXPECT(info.note != NULL && info.name != NULL, "NULL in the description");
-            EXPECT(!info.available || info.compiled, "available and not compiled");
-            if (!info.compiled || !info.available) {
-                EXPECT(strlen(info.note) > 0, "no note says what is missing");
-                check_unknown_backend(info.name, info.name);
-            }
-        }
+START_TEST(backend_names_are_strict) {
+    static const char *const unknown[] = {"abacus", "", "AVX2", "scalar ", "scala"};
+    case_begin("backend_names_are_strict", 0);
+    unsetenv("ENTMAXKV_BACKEND");
+    for (size_t i = 0; i < sizeof unknown / sizeof *unknown; i++) {
+        case_note("backend \"%s\"", unknown[i]);
+        check_unknown_backend(unknown[i], unknown[i]);
+    }
+    for (int32_t i = 0;; i++) { /* known, but not able to run here */
         ekv_backend_info info = {.size = sizeof info};
-        EXPECT(ekv_backend(-1, &info) == EKV_ERROR_INVALID_ARGUMENT && ekv_backend(1000, &info) == EKV_ERROR_INVALID_ARGUMENT,
-               "a backend number out of range");
-        EXPECT(ekv_backend(0, NULL) == EKV_ERROR_INVALID_ARGUMENT, "NULL info");
-    }
-END_TEST
-
-START_TEST(the_environment_names_a_backend)
-    {
-        case_begin("the_environment_names_a_backend", 0);
-        case_note("ENTMAXKV_BACKEND");
-        setenv("ENTMAXKV_BACKEND", "scalar", 1);
-        ekv_context *context = context_open(NULL, 1);
-        EXPECT(strcmp(ekv_context_backend(context), "scalar") == 0, "got %s", ekv_context_backend(context));
-        expect_message(ekv_context_backend_reason(context), "ENTMAXKV_BACKEND", NULL);
-        ekv_context_destroy(context);
-        context = context_open("reference", 1); /* the option is stronger */
-        EXPECT(strcmp(ekv_context_backend(context), "reference") == 0, "got %s", ekv_context_backend(context));
-        EXPECT(strlen(ekv_context_backend_reason(context)) > 0, "no reason");
-        ekv_context_destroy(context);
-        setenv("ENTMAXKV_BACKEND", "abacus", 1);
-        check_unknown_backend(NULL, "abacus");
-        unsetenv("ENTMAXKV_BACKEND");
-        context = context_open(NULL, 0); /* the best: never the reference */
-        EXPECT(strcmp(ekv_context_backend(context), "reference") != 0, "the default is the reference");
-        EXPECT(ekv_context_threads(context) >= 1, "%d threads", ekv_context_threads(context));
-        EXPECT(ekv_last_error(context) != NULL, "NULL error text");
-        ekv_context_destroy(context);
-        ekv_context_destroy(NULL);
-    }
-END_TEST
-
-START_TEST(context_arguments)
-    {
-        case_begin("context_arguments", 0);
-        ekv_context_params params = ekv_context_params_default();
-        ekv_context *context = NULL;
-        char message[256] = "";
-        case_note("context");
-        params.threads = -1;
-        EXPECT(ekv_context_create(&params, &context, message, sizeof message) == EKV_ERROR_INVALID_ARGUMENT && context == NULL,
-               "%s", message);
-        expect_message(message, "threads", "-1");
-        params = ekv_context_params_default();
-        params.size = 0;
-        EXPECT(ekv_context_create(&params, &context, message, sizeof message) == EKV_ERROR_INVALID_ARGUMENT, "%s", message);
-        expect_message(message, "size", NULL);
-        EXPECT(ekv_context_create(NULL, NULL, message, sizeof message) == EKV_ERROR_INVALID_ARGUMENT, "%s", message);
-        counting_allocator state;
-        params = ekv_context_params_default();
-        params.allocator = counting_allocator_make(&state);
-        params.allocator.release = NULL; /* one without the other */
-        EXPECT(ekv_context_create(&params, &context, message, sizeof message) == EKV_ERROR_INVALID_ARGUMENT, "%s", message);
-        expect_message(message, "allocator", NULL);
-        for (int status = -1; status < 10; status++) {
-            EXPECT(ekv_strerror((ekv_status)status) != NULL && strlen(ekv_strerror((ekv_status)status)) > 0, "status %d",
-                   status);
+        if (ekv_backend(i, &info) != EKV_OK) {
+            EXPECT(i >= 2, "%d backends", i);
+            break;
         }
-        EXPECT(strcmp(ekv_dtype_name(EKV_F16), "f16") == 0 && strcmp(ekv_dtype_name((ekv_dtype)9), "?") == 0, "dtype names");
-        EXPECT(strcmp(ekv_dtype_name(EKV_F32), "f32") == 0 && strcmp(ekv_dtype_name(EKV_BF16), "bf16") == 0, "dtype names");
-        EXPECT(strcmp(ekv_policy_name(EKV_POLICY_TOPK), "topk") == 0 && strcmp(ekv_policy_name((ekv_policy)9), "?") == 0,
-               "policy names");
+        case_note("backend %s", info.name);
+        EXPECT(info.note != NULL && info.name != NULL, "NULL in the description");
+        EXPECT(!info.available || info.compiled, "available and not compiled");
+        if (!info.compiled || !info.available) {
+            EXPECT(strlen(info.note) > 0, "no note says what is missing");
+            check_unknown_backend(info.name, info.name);
+        }
     }
+    ekv_backend_info info = {.size = sizeof info};
+    EXPECT(ekv_backend(-1, &info) == EKV_ERROR_INVALID_ARGUMENT && ekv_backend(1000, &info) == EKV_ERROR_INVALID_ARGUMENT,
+           "a backend number out of range");
+    EXPECT(ekv_backend(0, NULL) == EKV_ERROR_INVALID_ARGUMENT, "NULL info");
+}
+END_TEST
+
+START_TEST(the_environment_names_a_backend) {
+    case_begin("the_environment_names_a_backend", 0);
+    case_note("ENTMAXKV_BACKEND");
+    setenv("ENTMAXKV_BACKEND", "scalar", 1);
+    ekv_context *context = context_open(NULL, 1);
+    EXPECT(strcmp(ekv_context_backend(context), "scalar") == 0, "got %s", ekv_context_backend(context));
+    expect_message(ekv_context_backend_reason(context), "ENTMAXKV_BACKEND", NULL);
+    ekv_context_destroy(context);
+    context = context_open("reference", 1); /* the option is stronger */
+    EXPECT(strcmp(ekv_context_backend(context), "reference") == 0, "got %s", ekv_context_backend(context));
+    EXPECT(strlen(ekv_context_backend_reason(context)) > 0, "no reason");
+    ekv_context_destroy(context);
+    setenv("ENTMAXKV_BACKEND", "abacus", 1);
+    check_unknown_backend(NULL, "abacus");
+    unsetenv("ENTMAXKV_BACKEND");
+    context = context_open(NULL, 0); /* the best: never the reference */
+    EXPECT(strcmp(ekv_context_backend(context), "reference") != 0, "the default is the reference");
+    EXPECT(ekv_context_threads(context) >= 1, "%d threads", ekv_context_threads(context));
+    EXPECT(ekv_last_error(context) != NULL, "NULL error text");
+    ekv_context_destroy(context);
+    ekv_context_destroy(NULL);
+}
+END_TEST
+
+START_TEST(context_arguments) {
+    case_begin("context_arguments", 0);
+    ekv_context_params params = ekv_context_params_default();
+    ekv_context *context = NULL;
+    char message[256] = "";
+    case_note("context");
+    params.threads = -1;
+    EXPECT(ekv_context_create(&params, &context, message, sizeof message) == EKV_ERROR_INVALID_ARGUMENT && context == NULL,
+           "%s", message);
+    expect_message(message, "threads", "-1");
+    params = ekv_context_params_default();
+    params.size = 0;
+    EXPECT(ekv_context_create(&params, &context, message, sizeof message) == EKV_ERROR_INVALID_ARGUMENT, "%s", message);
+    expect_message(message, "size", NULL);
+    EXPECT(ekv_context_create(NULL, NULL, message, sizeof message) == EKV_ERROR_INVALID_ARGUMENT, "%s", message);
+    counting_allocator state;
+    params = ekv_context_params_default();
+    params.allocator = counting_allocator_make(&state);
+    params.allocator.release = NULL; /* one without the other */
+    EXPECT(ekv_context_create(&params, &context, message, sizeof message) == EKV_ERROR_INVALID_ARGUMENT, "%s", message);
+    expect_message(message, "allocator", NULL);
+    for (int status = -1; status < 10; status++) {
+        EXPECT(ekv_strerror((ekv_status)status) != NULL && strlen(ekv_strerror((ekv_status)status)) > 0, "status %d", status);
+    }
+    EXPECT(strcmp(ekv_dtype_name(EKV_F16), "f16") == 0 && strcmp(ekv_dtype_name((ekv_dtype)9), "?") == 0, "dtype names");
+    EXPECT(strcmp(ekv_dtype_name(EKV_F32), "f32") == 0 && strcmp(ekv_dtype_name(EKV_BF16), "bf16") == 0, "dtype names");
+    EXPECT(strcmp(ekv_policy_name(EKV_POLICY_TOPK), "topk") == 0 && strcmp(ekv_policy_name((ekv_policy)9), "?") == 0,
+           "policy names");
+}
 END_TEST
 
 /* ---- Memory ----------------------------------------------------------------------------------------------------------- */
@@ -763,85 +747,83 @@ static void random_policy_step(problem *p, rng *r, ekv_context *context, int64_t
 }
 
 /* The reference is slow and says so: it may allocate. */
-START_TEST(fixed_scratch)
-    {
-        backend_set backends;
-        backends_open(&backends, 1);
-        FOR_CASES(index, 200) {
-            for (int b = 0; b < backends.count; b++) {
-                rng r = case_begin("fixed_scratch", index);
-                if (backend_is_reference(&backends, b)) {
-                    continue;
-                }
-                counting_allocator state;
-                ekv_context *context = counting_context(&state, backends.names[b], 1);
-                problem p;
-                random_policy_step(&p, &r, context, index);
-                case_note("%s: %s", backends.names[b], problem_describe(&p));
-                size_t bytes = 0;
-                EXPECT_OK(context, ekv_scratch_bytes(context, &p.step, &bytes));
-                problem_poison(&p);
-                const int64_t before = state.allocations;
-                const ekv_status status = ekv_decode(context, &p.step);
-                EXPECT(status == (bytes > 0 ? EKV_ERROR_CAPACITY : EKV_OK), "needs %zu bytes and returned %d: %s", bytes,
-                       (int)status, ekv_last_error(context));
-                EXPECT(state.allocations == before, "a step with fixed scratch allocated");
-                if (bytes > 0) {
-                    problem_check_untouched(&p);
-                }
-                const int64_t live = state.live_bytes;
-                EXPECT_OK(context, ekv_reserve(context, &p.step));
-                EXPECT(state.live_bytes - live >= (int64_t)bytes || bytes == 0, "%zu bytes announced, %lld allocated", bytes,
-                       (long long)(state.live_bytes - live));
-                const int64_t reserved = state.allocations;
-                problem_decode(&p, context);
-                problem_decode(&p, context);
-                guard selected = problem_select(&p, context);
-                guard_free(&selected);
-                EXPECT(state.allocations == reserved, "%lld allocations in steps after ekv_reserve",
-                       (long long)(state.allocations - reserved));
-                problem_free(&p);
-                ekv_context_destroy(context);
-                EXPECT(state.live == 0 && !state.mismatch, "%lld allocations were not released", (long long)state.live);
+START_TEST(fixed_scratch) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, 200) {
+        for (int b = 0; b < backends.count; b++) {
+            rng r = case_begin("fixed_scratch", index);
+            if (backend_is_reference(&backends, b)) {
+                continue;
             }
+            counting_allocator state;
+            ekv_context *context = counting_context(&state, backends.names[b], 1);
+            problem p;
+            random_policy_step(&p, &r, context, index);
+            case_note("%s: %s", backends.names[b], problem_describe(&p));
+            size_t bytes = 0;
+            EXPECT_OK(context, ekv_scratch_bytes(context, &p.step, &bytes));
+            problem_poison(&p);
+            const int64_t before = state.allocations;
+            const ekv_status status = ekv_decode(context, &p.step);
+            EXPECT(status == (bytes > 0 ? EKV_ERROR_CAPACITY : EKV_OK), "needs %zu bytes and returned %d: %s", bytes,
+                   (int)status, ekv_last_error(context));
+            EXPECT(state.allocations == before, "a step with fixed scratch allocated");
+            if (bytes > 0) {
+                problem_check_untouched(&p);
+            }
+            const int64_t live = state.live_bytes;
+            EXPECT_OK(context, ekv_reserve(context, &p.step));
+            EXPECT(state.live_bytes - live >= (int64_t)bytes || bytes == 0, "%zu bytes announced, %lld allocated", bytes,
+                   (long long)(state.live_bytes - live));
+            const int64_t reserved = state.allocations;
+            problem_decode(&p, context);
+            problem_decode(&p, context);
+            guard selected = problem_select(&p, context);
+            guard_free(&selected);
+            EXPECT(state.allocations == reserved, "%lld allocations in steps after ekv_reserve",
+                   (long long)(state.allocations - reserved));
+            problem_free(&p);
+            ekv_context_destroy(context);
+            EXPECT(state.live == 0 && !state.mismatch, "%lld allocations were not released", (long long)state.live);
         }
-        backends_close(&backends);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /* Reserved for the largest batch and lengths: no smaller step allocates, in a context that may. */
-START_TEST(no_allocation_after_reserve)
-    {
-        backend_set backends;
-        backends_open(&backends, 1);
-        FOR_CASES(index, 200) {
-            for (int b = 0; b < backends.count; b++) {
-                rng r = case_begin("no_allocation_after_reserve", index);
-                if (backend_is_reference(&backends, b)) {
-                    continue;
-                }
-                counting_allocator state;
-                ekv_context *context = counting_context(&state, backends.names[b], 0);
-                problem p;
-                random_policy_step(&p, &r, context, index);
-                case_note("%s: %s", backends.names[b], problem_describe(&p));
-                ekv_decode_params shape_only = p.step; /* pointers to q, out and report are not read */
-                shape_only.q = NULL;
-                shape_only.out = NULL;
-                EXPECT_OK(context, ekv_reserve(context, &shape_only));
-                const int64_t reserved = state.allocations, bytes = state.live_bytes;
-                problem_decode(&p, context);
-                p.step.batch = 1 + (int32_t)rng_between(&r, 0, p.shape.batch - 1);
-                EXPECT_OK(context, ekv_decode(context, &p.step));
-                EXPECT(state.allocations == reserved && state.live_bytes == bytes, "%lld allocations after ekv_reserve",
-                       (long long)(state.allocations - reserved));
-                problem_free(&p);
-                ekv_context_destroy(context);
-                EXPECT(state.live == 0 && !state.mismatch, "%lld allocations were not released", (long long)state.live);
+START_TEST(no_allocation_after_reserve) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, 200) {
+        for (int b = 0; b < backends.count; b++) {
+            rng r = case_begin("no_allocation_after_reserve", index);
+            if (backend_is_reference(&backends, b)) {
+                continue;
             }
+            counting_allocator state;
+            ekv_context *context = counting_context(&state, backends.names[b], 0);
+            problem p;
+            random_policy_step(&p, &r, context, index);
+            case_note("%s: %s", backends.names[b], problem_describe(&p));
+            ekv_decode_params shape_only = p.step; /* pointers to q, out and report are not read */
+            shape_only.q = NULL;
+            shape_only.out = NULL;
+            EXPECT_OK(context, ekv_reserve(context, &shape_only));
+            const int64_t reserved = state.allocations, bytes = state.live_bytes;
+            problem_decode(&p, context);
+            p.step.batch = 1 + (int32_t)rng_between(&r, 0, p.shape.batch - 1);
+            EXPECT_OK(context, ekv_decode(context, &p.step));
+            EXPECT(state.allocations == reserved && state.live_bytes == bytes, "%lld allocations after ekv_reserve",
+                   (long long)(state.allocations - reserved));
+            problem_free(&p);
+            ekv_context_destroy(context);
+            EXPECT(state.live == 0 && !state.mismatch, "%lld allocations were not released", (long long)state.live);
         }
-        backends_close(&backends);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /* A small program: everything that allocates.  Stops at the first failure, which it returns; gives all of it back. */
@@ -897,38 +879,36 @@ static ekv_status small_program(const ekv_allocator *allocator, const char *back
     return status;
 }
 
-START_TEST(out_of_memory)
-    {
-        backend_set backends;
-        backends_open(&backends, 1);
-        for (int b = 0; b < backends.count; b++) {
-            case_begin("out_of_memory", b);
-            fixture *f = calloc(1, sizeof *f);
-            fixture_make(f, backends.contexts[b]);
-            bool done = false;
-            for (int64_t fail = 0; !done; fail++) {
-                counting_allocator state;
-                const ekv_allocator allocator = counting_allocator_make(&state);
-                state.fail_at = fail;
-                case_note("%s: allocation %lld fails", backends.names[b], (long long)fail);
-                problem_poison(&f->p);
-                const ekv_status status = small_program(&allocator, backends.names[b], &f->p);
-                done = state.allocations <= fail; /* it needed fewer: nothing failed */
-                EXPECT(status == (done ? EKV_OK : EKV_ERROR_OUT_OF_MEMORY), "status %d (%s)", (int)status,
-                       ekv_strerror(status));
-                EXPECT(state.live == 0 && state.live_bytes == 0, "%lld allocations, %lld bytes were not released",
-                       (long long)state.live, (long long)state.live_bytes);
-                EXPECT(!state.mismatch, "a release did not match its allocation");
-                if (!done) {
-                    problem_check_untouched(&f->p);
-                }
-                EXPECT(!done || fail > 2, "the program allocates %lld times", (long long)fail);
+START_TEST(out_of_memory) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    for (int b = 0; b < backends.count; b++) {
+        case_begin("out_of_memory", b);
+        fixture *f = calloc(1, sizeof *f);
+        fixture_make(f, backends.contexts[b]);
+        bool done = false;
+        for (int64_t fail = 0; !done; fail++) {
+            counting_allocator state;
+            const ekv_allocator allocator = counting_allocator_make(&state);
+            state.fail_at = fail;
+            case_note("%s: allocation %lld fails", backends.names[b], (long long)fail);
+            problem_poison(&f->p);
+            const ekv_status status = small_program(&allocator, backends.names[b], &f->p);
+            done = state.allocations <= fail; /* it needed fewer: nothing failed */
+            EXPECT(status == (done ? EKV_OK : EKV_ERROR_OUT_OF_MEMORY), "status %d (%s)", (int)status, ekv_strerror(status));
+            EXPECT(state.live == 0 && state.live_bytes == 0, "%lld allocations, %lld bytes were not released",
+                   (long long)state.live, (long long)state.live_bytes);
+            EXPECT(!state.mismatch, "a release did not match its allocation");
+            if (!done) {
+                problem_check_untouched(&f->p);
             }
-            problem_free(&f->p);
-            free(f);
+            EXPECT(!done || fail > 2, "the program allocates %lld times", (long long)fail);
         }
-        backends_close(&backends);
+        problem_free(&f->p);
+        free(f);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 int main(int argc, char **argv) {

@@ -105,78 +105,79 @@ static void check_logits(ekv_dtype kv_type, double allowed) {
     free(r);
 }
 
-START_TEST(logits_with_f32_cache)
-    { check_logits(EKV_F32, 2e-4); }
+START_TEST(logits_with_f32_cache) {
+    check_logits(EKV_F32, 2e-4);
+}
 END_TEST
 
-START_TEST(logits_with_f16_cache)
-    { check_logits(EKV_F16, 1e-2); }
+START_TEST(logits_with_f16_cache) {
+    check_logits(EKV_F16, 1e-2);
+}
 END_TEST
 
 /* bf16 has three bits less than f16. */
-START_TEST(logits_with_bf16_cache)
-    { check_logits(EKV_BF16, 8e-2); }
+START_TEST(logits_with_bf16_cache) {
+    check_logits(EKV_BF16, 8e-2);
+}
 END_TEST
 
 /* Every backend, few tokens: the same bound. */
-START_TEST(logits_of_every_backend)
-    {
-        backend_set backends;
-        backends_open(&backends, 1);
-        reference *r = read_reference();
-        lm_model *model = open_model();
-        float *logits = malloc(96 * LM_VOCABULARY * sizeof *logits);
-        for (int b = 0; b < backends.count; b++) {
-            case_note("%s", backends.names[b]);
-            lm_error error = {""};
-            lm_state *state = open_state(model, EKV_F32, backends.names[b]);
-            EXPECT(lm_model_forward(model, state, r->ids, 96, logits, &error), "%s", error.text);
-            const double difference = farthest(logits, r, 0, 96);
-            EXPECT(difference <= 2e-4, "logits are off by %.6g", difference);
-            lm_state_free(state);
-        }
-        free(logits);
-        lm_model_free(model);
-        free(r);
-        backends_close(&backends);
+START_TEST(logits_of_every_backend) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    reference *r = read_reference();
+    lm_model *model = open_model();
+    float *logits = malloc(96 * LM_VOCABULARY * sizeof *logits);
+    for (int b = 0; b < backends.count; b++) {
+        case_note("%s", backends.names[b]);
+        lm_error error = {""};
+        lm_state *state = open_state(model, EKV_F32, backends.names[b]);
+        EXPECT(lm_model_forward(model, state, r->ids, 96, logits, &error), "%s", error.text);
+        const double difference = farthest(logits, r, 0, 96);
+        EXPECT(difference <= 2e-4, "logits are off by %.6g", difference);
+        lm_state_free(state);
     }
+    free(logits);
+    lm_model_free(model);
+    free(r);
+    backends_close(&backends);
+}
 END_TEST
 
 /* One at a time, in odd chunks, after a snapshot, after a reset: always the reference's logits. */
-START_TEST(steps_chunks_and_snapshots)
-    {
-        static const int64_t chunks[] = {1, 1, 5, 1, 17, 30, 1, 9};
-        reference *r = read_reference();
-        lm_model *model = open_model();
-        lm_state *state = open_state(model, EKV_F32, NULL);
-        lm_error error = {""};
-        float *logits = malloc(64 * LM_VOCABULARY * sizeof *logits);
-        lm_snapshot snapshot = {0, NULL};
-        for (int round = 0; round < 2; round++) {
-            int64_t done = 0;
-            for (int i = 0; i < 8; i++) {
-                case_note("round %d, token %lld", round, (long long)done);
-                if (i == 5) {
-                    EXPECT(lm_snapshot_take(state, &snapshot, &error), "%s", error.text);
-                }
-                EXPECT(lm_model_forward(model, state, r->ids + done, chunks[i], logits, &error), "%s", error.text);
-                EXPECT(farthest(logits, r, done, chunks[i]) <= 2e-4, "logits are off by %.6g",
-                       farthest(logits, r, done, chunks[i]));
-                done += chunks[i];
+START_TEST(steps_chunks_and_snapshots) {
+    static const int64_t chunks[] = {1, 1, 5, 1, 17, 30, 1, 9};
+    reference *r = read_reference();
+    lm_model *model = open_model();
+    lm_state *state = open_state(model, EKV_F32, NULL);
+    lm_error error = {""};
+    float *logits = malloc(64 * LM_VOCABULARY * sizeof *logits);
+    lm_snapshot snapshot = {0, NULL};
+    for (int round = 0; round < 2; round++) {
+        int64_t done = 0;
+        for (int i = 0; i < 8; i++) {
+            case_note("round %d, token %lld", round, (long long)done);
+            if (i == 5) {
+                EXPECT(lm_snapshot_take(state, &snapshot, &error), "%s", error.text);
             }
-            case_note("round %d, back to token %lld", round, (long long)snapshot.length);
-            EXPECT(snapshot.length == 25 && lm_snapshot_restore(state, &snapshot, &error), "length %lld: %s",
-                   (long long)snapshot.length, error.text);
-            EXPECT(lm_model_forward(model, state, r->ids + 25, 40, logits, &error), "%s", error.text);
-            EXPECT(farthest(logits, r, 25, 40) <= 2e-4, "logits are off by %.6g", farthest(logits, r, 25, 40));
-            lm_snapshot_free(&snapshot);
-            EXPECT(lm_state_reset(state, &error), "%s", error.text);
+            EXPECT(lm_model_forward(model, state, r->ids + done, chunks[i], logits, &error), "%s", error.text);
+            EXPECT(farthest(logits, r, done, chunks[i]) <= 2e-4, "logits are off by %.6g",
+                   farthest(logits, r, done, chunks[i]));
+            done += chunks[i];
         }
-        free(logits);
-        lm_state_free(state);
-        lm_model_free(model);
-        free(r);
+        case_note("round %d, back to token %lld", round, (long long)snapshot.length);
+        EXPECT(snapshot.length == 25 && lm_snapshot_restore(state, &snapshot, &error), "length %lld: %s",
+               (long long)snapshot.length, error.text);
+        EXPECT(lm_model_forward(model, state, r->ids + 25, 40, logits, &error), "%s", error.text);
+        EXPECT(farthest(logits, r, 25, 40) <= 2e-4, "logits are off by %.6g", farthest(logits, r, 25, 40));
+        lm_snapshot_free(&snapshot);
+        EXPECT(lm_state_reset(state, &error), "%s", error.text);
     }
+    free(logits);
+    lm_state_free(state);
+    lm_model_free(model);
+    free(r);
+}
 END_TEST
 
 /* ---- Files ------------------------------------------------------------------------------------------------------------ */
@@ -268,31 +269,29 @@ static const bad_file bad_files[] = {
     {"{\"a\":{\"dtype\":\"U8\",\"shape\":[1,1,1,1,1,1,1,1,1,1,1,1],\"data_offsets\":[0,1]}}", -1, 1, "a"},
 };
 
-START_TEST(bad_safetensors_are_refused)
-    {
-        make_directory();
-        for (size_t i = 0; i < sizeof bad_files / sizeof *bad_files; i++) {
-            lm_error error = {""};
-            case_note("%s, announced %lld, %zu bytes of data", bad_files[i].header, (long long)bad_files[i].length,
-                      bad_files[i].data);
-            write_safetensors(bad_files[i].header, bad_files[i].length, bad_files[i].data);
-            lm_safetensors *file = lm_safetensors_open(file_path("test.safetensors"), &error);
-            EXPECT(file == NULL, "it was opened");
-            EXPECT(strstr(error.text, "test.safetensors") != NULL && strstr(error.text, bad_files[i].names) != NULL,
-                   "the message \"%s\" does not name %s", error.text, bad_files[i].names);
-        }
-        for (size_t size = 0; size < 9; size++) {
-            lm_error error = {""};
-            case_note("%zu bytes", size);
-            write_file("test.safetensors", "\1\0\0\0\0\0\0\0", size < 8 ? size : 8);
-            EXPECT(lm_safetensors_open(file_path("test.safetensors"), &error) == NULL && strlen(error.text) > 0,
-                   "it was opened");
-        }
+START_TEST(bad_safetensors_are_refused) {
+    make_directory();
+    for (size_t i = 0; i < sizeof bad_files / sizeof *bad_files; i++) {
         lm_error error = {""};
-        EXPECT(lm_safetensors_open(file_path("nowhere"), &error) == NULL && strstr(error.text, "nowhere") != NULL, "%s",
-               error.text);
-        remove_directory();
+        case_note("%s, announced %lld, %zu bytes of data", bad_files[i].header, (long long)bad_files[i].length,
+                  bad_files[i].data);
+        write_safetensors(bad_files[i].header, bad_files[i].length, bad_files[i].data);
+        lm_safetensors *file = lm_safetensors_open(file_path("test.safetensors"), &error);
+        EXPECT(file == NULL, "it was opened");
+        EXPECT(strstr(error.text, "test.safetensors") != NULL && strstr(error.text, bad_files[i].names) != NULL,
+               "the message \"%s\" does not name %s", error.text, bad_files[i].names);
     }
+    for (size_t size = 0; size < 9; size++) {
+        lm_error error = {""};
+        case_note("%zu bytes", size);
+        write_file("test.safetensors", "\1\0\0\0\0\0\0\0", size < 8 ? size : 8);
+        EXPECT(lm_safetensors_open(file_path("test.safetensors"), &error) == NULL && strlen(error.text) > 0, "it was opened");
+    }
+    lm_error error = {""};
+    EXPECT(lm_safetensors_open(file_path("nowhere"), &error) == NULL && strstr(error.text, "nowhere") != NULL, "%s",
+           error.text);
+    remove_directory();
+}
 END_TEST
 
 static void expect_no_tensor(const lm_safetensors *file, const char *name, const char *dtype, int rank, const int64_t *shape,
@@ -302,96 +301,92 @@ static void expect_no_tensor(const lm_safetensors *file, const char *name, const
     EXPECT(strstr(error.text, name) != NULL && strstr(error.text, says) != NULL, "\"%s\" does not say %s", error.text, says);
 }
 
-START_TEST(tensors_are_what_was_asked_for)
-    {
-        static const int64_t shape[] = {2, 3}, other[] = {3, 2}, flat[] = {6}, large[] = {2, 3, 1};
-        make_directory();
-        lm_error error = {""};
-        case_note("a valid file");
-        write_safetensors("{\"__metadata__\":{\"x\":\"y\"},\"b\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[12,16]},"
-                          "\"w\":{\"dtype\":\"F16\",\"shape\":[2,3],\"data_offsets\":[0,12]},"
-                          "\"e\":{\"dtype\":\"F16\",\"shape\":[0,4],\"data_offsets\":[16,16]}}   ",
-                          -1, 16);
-        lm_safetensors *file = lm_safetensors_open(file_path("test.safetensors"), &error);
-        EXPECT(file != NULL, "%s", error.text);
-        const unsigned char *w = lm_safetensors_data(file, "w", "F16", 2, shape, &error);
-        const unsigned char *b = lm_safetensors_data(file, "b", "F32", 0, NULL, &error);
-        EXPECT(w != NULL && b != NULL, "%s", error.text);
-        for (int i = 0; i < 16; i++) {
-            EXPECT((i < 12 ? w[i] : b[i - 12]) == i + 1, "byte %d is %d", i, i < 12 ? w[i] : b[i - 12]);
-        }
-        expect_no_tensor(file, "v", "F16", 2, shape, "F16");
-        expect_no_tensor(file, "w", "F32", 2, shape, "F32");
-        expect_no_tensor(file, "w", "F16", 2, other, "3");
-        expect_no_tensor(file, "w", "F16", 1, flat, "6");
-        expect_no_tensor(file, "w", "F16", 3, large, "3");
-        lm_safetensors_close(file);
-        lm_safetensors_close(NULL);
-        remove_directory();
+START_TEST(tensors_are_what_was_asked_for) {
+    static const int64_t shape[] = {2, 3}, other[] = {3, 2}, flat[] = {6}, large[] = {2, 3, 1};
+    make_directory();
+    lm_error error = {""};
+    case_note("a valid file");
+    write_safetensors("{\"__metadata__\":{\"x\":\"y\"},\"b\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[12,16]},"
+                      "\"w\":{\"dtype\":\"F16\",\"shape\":[2,3],\"data_offsets\":[0,12]},"
+                      "\"e\":{\"dtype\":\"F16\",\"shape\":[0,4],\"data_offsets\":[16,16]}}   ",
+                      -1, 16);
+    lm_safetensors *file = lm_safetensors_open(file_path("test.safetensors"), &error);
+    EXPECT(file != NULL, "%s", error.text);
+    const unsigned char *w = lm_safetensors_data(file, "w", "F16", 2, shape, &error);
+    const unsigned char *b = lm_safetensors_data(file, "b", "F32", 0, NULL, &error);
+    EXPECT(w != NULL && b != NULL, "%s", error.text);
+    for (int i = 0; i < 16; i++) {
+        EXPECT((i < 12 ? w[i] : b[i - 12]) == i + 1, "byte %d is %d", i, i < 12 ? w[i] : b[i - 12]);
     }
+    expect_no_tensor(file, "v", "F16", 2, shape, "F16");
+    expect_no_tensor(file, "w", "F32", 2, shape, "F32");
+    expect_no_tensor(file, "w", "F16", 2, other, "3");
+    expect_no_tensor(file, "w", "F16", 1, flat, "6");
+    expect_no_tensor(file, "w", "F16", 3, large, "3");
+    lm_safetensors_close(file);
+    lm_safetensors_close(NULL);
+    remove_directory();
+}
 END_TEST
 
 /* Damaged headers: refused, or every tensor still lies inside the file. */
-START_TEST(damaged_headers_do_no_harm)
-    {
-        static const char header[] =
-            "{\"a\":{\"dtype\":\"F16\",\"shape\":[2,3],\"data_offsets\":[0,12]},\"b\":{\"dtype\":\"U8\",\"shape\":[4],"
-            "\"data_offsets\":[12,16]}}";
-        static const char pool[] = "{}[]\",:0123456789eE+-.\\utrfn\x80\xff \n";
-        static const int64_t shape[] = {2, 3}, bytes4[] = {4};
-        make_directory();
-        int64_t opened = 0;
-        FOR_CASES(index, 3000) {
-            rng r = case_begin("damaged_headers_do_no_harm", index);
-            unsigned char bytes[8 + sizeof header - 1 + 16] = {0};
-            memcpy(bytes + 8, header, sizeof header - 1);
-            bytes[0] = sizeof header - 1;
-            for (int64_t changes = rng_between(&r, 1, 4); changes > 0; changes--) {
-                const int64_t at =
-                    rng_chance(&r, 0.1) ? rng_between(&r, 0, 7) : rng_between(&r, 8, 8 + (int64_t)sizeof header - 2);
-                bytes[at] = rng_chance(&r, 0.3) ? (unsigned char)rng_u64(&r)
-                                                : (unsigned char)pool[rng_between(&r, 0, (int64_t)sizeof pool - 2)];
-            }
-            const size_t size = rng_chance(&r, 0.2) ? (size_t)rng_between(&r, 0, (int64_t)sizeof bytes - 1) : sizeof bytes;
-            write_file("test.safetensors", bytes, size);
-            lm_error error = {""};
-            lm_safetensors *file = lm_safetensors_open(file_path("test.safetensors"), &error);
-            if (file == NULL) {
-                EXPECT(strlen(error.text) > 0 && strlen(error.text) < sizeof error.text, "no message");
-                continue;
-            }
-            opened++;
-            const unsigned char *a = lm_safetensors_data(file, "a", "F16", 2, shape, &error);
-            const unsigned char *b = lm_safetensors_data(file, "b", "U8", 1, bytes4, &error);
-            unsigned sum = 0; /* read it all: a sanitizer or a fault would tell */
-            for (int i = 0; i < 12 && a != NULL; i++) {
-                sum += a[i];
-            }
-            for (int i = 0; i < 4 && b != NULL; i++) {
-                sum += b[i];
-            }
-            EXPECT(sum == 0, "the data is zero, its sum %u", sum);
-            lm_safetensors_close(file);
+START_TEST(damaged_headers_do_no_harm) {
+    static const char header[] =
+        "{\"a\":{\"dtype\":\"F16\",\"shape\":[2,3],\"data_offsets\":[0,12]},\"b\":{\"dtype\":\"U8\",\"shape\":[4],"
+        "\"data_offsets\":[12,16]}}";
+    static const char pool[] = "{}[]\",:0123456789eE+-.\\utrfn\x80\xff \n";
+    static const int64_t shape[] = {2, 3}, bytes4[] = {4};
+    make_directory();
+    int64_t opened = 0;
+    FOR_CASES(index, 3000) {
+        rng r = case_begin("damaged_headers_do_no_harm", index);
+        unsigned char bytes[8 + sizeof header - 1 + 16] = {0};
+        memcpy(bytes + 8, header, sizeof header - 1);
+        bytes[0] = sizeof header - 1;
+        for (int64_t changes = rng_between(&r, 1, 4); changes > 0; changes--) {
+            const int64_t at = rng_chance(&r, 0.1) ? rng_between(&r, 0, 7) : rng_between(&r, 8, 8 + (int64_t)sizeof header - 2);
+            bytes[at] = rng_chance(&r, 0.3) ? (unsigned char)rng_u64(&r)
+                                            : (unsigned char)pool[rng_between(&r, 0, (int64_t)sizeof pool - 2)];
         }
-        printf("%lld damaged files could still be read\n", (long long)opened);
-        remove_directory();
+        const size_t size = rng_chance(&r, 0.2) ? (size_t)rng_between(&r, 0, (int64_t)sizeof bytes - 1) : sizeof bytes;
+        write_file("test.safetensors", bytes, size);
+        lm_error error = {""};
+        lm_safetensors *file = lm_safetensors_open(file_path("test.safetensors"), &error);
+        if (file == NULL) {
+            EXPECT(strlen(error.text) > 0 && strlen(error.text) < sizeof error.text, "no message");
+            continue;
+        }
+        opened++;
+        const unsigned char *a = lm_safetensors_data(file, "a", "F16", 2, shape, &error);
+        const unsigned char *b = lm_safetensors_data(file, "b", "U8", 1, bytes4, &error);
+        unsigned sum = 0; /* read it all: a sanitizer or a fault would tell */
+        for (int i = 0; i < 12 && a != NULL; i++) {
+            sum += a[i];
+        }
+        for (int i = 0; i < 4 && b != NULL; i++) {
+            sum += b[i];
+        }
+        EXPECT(sum == 0, "the data is zero, its sum %u", sum);
+        lm_safetensors_close(file);
     }
+    printf("%lld damaged files could still be read\n", (long long)opened);
+    remove_directory();
+}
 END_TEST
 
 /* JSON nested a hundred thousand deep must not overflow the stack. */
-START_TEST(deep_headers_are_refused)
-    {
-        make_directory();
-        case_note("deep JSON");
-        char *deep = malloc(100001);
-        memset(deep, '[', 100000);
-        deep[100000] = '\0';
-        write_safetensors(deep, -1, 0);
-        lm_error error = {""};
-        EXPECT(lm_safetensors_open(file_path("test.safetensors"), &error) == NULL && strlen(error.text) > 0, "it was opened");
-        free(deep);
-        remove_directory();
-    }
+START_TEST(deep_headers_are_refused) {
+    make_directory();
+    case_note("deep JSON");
+    char *deep = malloc(100001);
+    memset(deep, '[', 100000);
+    deep[100000] = '\0';
+    write_safetensors(deep, -1, 0);
+    lm_error error = {""};
+    EXPECT(lm_safetensors_open(file_path("test.safetensors"), &error) == NULL && strlen(error.text) > 0, "it was opened");
+    free(deep);
+    remove_directory();
+}
 END_TEST
 
 /* ---- Whole models ----------------------------------------------------------------------------------------------------- */
@@ -430,88 +425,85 @@ static void patch(unsigned char *bytes, const char *from, const char *to) {
     memcpy(at, to, strlen(to));
 }
 
-START_TEST(bad_models_are_refused)
-    {
-        make_directory();
-        size_t size;
-        unsigned char *bytes = read_model(&size);
-        expect_no_model("an empty directory", "config.json");
-        write_file("config.json", good_config, strlen(good_config));
-        expect_no_model("no weights", "model.safetensors");
-        write_file("model.safetensors", bytes, size / 2);
-        expect_no_model("half of the weights", "model.safetensors");
-        write_file("model.safetensors", bytes, size - 1);
-        expect_no_model("one byte short", "model.safetensors");
-        patch(bytes, "layers.0.o_proj", "layers.0.x_proj");
-        write_file("model.safetensors", bytes, size);
-        expect_no_model("a tensor under another name", "layers.0.o_proj");
-        patch(bytes, "layers.0.x_proj", "layers.0.o_proj");
-        patch(bytes, "\"shape\": [256, 512]", "\"shape\": [512, 256]");
-        write_file("model.safetensors", bytes, size);
-        expect_no_model("a transposed embedding", "embed.weight");
-        patch(bytes, "\"shape\": [512, 256]", "\"shape\": [256, 512]");
-        patch(bytes, "\"F16\"", "\"I16\"");
-        write_file("model.safetensors", bytes, size);
-        expect_no_model("another dtype", "I16");
-        patch(bytes, "\"I16\"", "\"F16\"");
-        write_file("model.safetensors", bytes, size);
-        lm_error error = {""};
-        case_note("the model as it is");
-        lm_model *model = lm_model_load(directory, &error);
-        EXPECT(model != NULL, "%s", error.text);
-        lm_model_free(model);
-        free(bytes);
-        remove_directory();
-    }
+START_TEST(bad_models_are_refused) {
+    make_directory();
+    size_t size;
+    unsigned char *bytes = read_model(&size);
+    expect_no_model("an empty directory", "config.json");
+    write_file("config.json", good_config, strlen(good_config));
+    expect_no_model("no weights", "model.safetensors");
+    write_file("model.safetensors", bytes, size / 2);
+    expect_no_model("half of the weights", "model.safetensors");
+    write_file("model.safetensors", bytes, size - 1);
+    expect_no_model("one byte short", "model.safetensors");
+    patch(bytes, "layers.0.o_proj", "layers.0.x_proj");
+    write_file("model.safetensors", bytes, size);
+    expect_no_model("a tensor under another name", "layers.0.o_proj");
+    patch(bytes, "layers.0.x_proj", "layers.0.o_proj");
+    patch(bytes, "\"shape\": [256, 512]", "\"shape\": [512, 256]");
+    write_file("model.safetensors", bytes, size);
+    expect_no_model("a transposed embedding", "embed.weight");
+    patch(bytes, "\"shape\": [512, 256]", "\"shape\": [256, 512]");
+    patch(bytes, "\"F16\"", "\"I16\"");
+    write_file("model.safetensors", bytes, size);
+    expect_no_model("another dtype", "I16");
+    patch(bytes, "\"I16\"", "\"F16\"");
+    write_file("model.safetensors", bytes, size);
+    lm_error error = {""};
+    case_note("the model as it is");
+    lm_model *model = lm_model_load(directory, &error);
+    EXPECT(model != NULL, "%s", error.text);
+    lm_model_free(model);
+    free(bytes);
+    remove_directory();
+}
 END_TEST
 
-START_TEST(bad_configurations_are_refused)
-    {
-        static const char *const changes[][3] = {
-            {"\"num_heads\":8", "\"num_heads\":7", "7"},
-            {"\"num_heads\":8", "\"num_heads\":0", "num_heads"},
-            {"\"alpha\":1.5", "\"alpha\":0.5", "alpha"},
-            {"\"alpha\":1.5", "\"alpha\":\"x\"", "alpha"},
-            {"\"head_dim\":64", "\"head_dim\":-4", "head_dim"},
-            {"\"num_layers\":6", "\"num_layers\":1e9", "num_layers"},
-            {"\"conv_kernel\":4", "\"conv_kernel\":0", "conv"},
-            {"\"hidden_size\":512", "\"hidden_size\":1.5", "hidden_size"},
-            {"\"num_kv_heads\":4,", "", "num_kv_heads"},
-            {"\"vocab_size\":256", "\"vocab_size\":257", "vocab"},
-            {"\"rms_norm_eps\":1e-05", "\"rms_norm_eps\":-1", "rms_norm_eps"},
-        };
-        make_directory();
-        for (size_t i = 0; i < sizeof changes / sizeof *changes; i++) {
-            char text[600];
-            const char *at = strstr(good_config, changes[i][0]);
-            snprintf(text, sizeof text, "%.*s%s%s", (int)(at - good_config), good_config, changes[i][1],
-                     at + strlen(changes[i][0]));
-            write_file("config.json", text, strlen(text));
-            expect_no_model(text, changes[i][2]);
-        }
-        write_file("config.json", good_config, strlen(good_config) / 2);
-        expect_no_model("half a configuration", "config.json");
-        write_file("config.json", "", 0);
-        expect_no_model("an empty configuration", "config.json");
-        remove_directory();
+START_TEST(bad_configurations_are_refused) {
+    static const char *const changes[][3] = {
+        {"\"num_heads\":8", "\"num_heads\":7", "7"},
+        {"\"num_heads\":8", "\"num_heads\":0", "num_heads"},
+        {"\"alpha\":1.5", "\"alpha\":0.5", "alpha"},
+        {"\"alpha\":1.5", "\"alpha\":\"x\"", "alpha"},
+        {"\"head_dim\":64", "\"head_dim\":-4", "head_dim"},
+        {"\"num_layers\":6", "\"num_layers\":1e9", "num_layers"},
+        {"\"conv_kernel\":4", "\"conv_kernel\":0", "conv"},
+        {"\"hidden_size\":512", "\"hidden_size\":1.5", "hidden_size"},
+        {"\"num_kv_heads\":4,", "", "num_kv_heads"},
+        {"\"vocab_size\":256", "\"vocab_size\":257", "vocab"},
+        {"\"rms_norm_eps\":1e-05", "\"rms_norm_eps\":-1", "rms_norm_eps"},
+    };
+    make_directory();
+    for (size_t i = 0; i < sizeof changes / sizeof *changes; i++) {
+        char text[600];
+        const char *at = strstr(good_config, changes[i][0]);
+        snprintf(text, sizeof text, "%.*s%s%s", (int)(at - good_config), good_config, changes[i][1],
+                 at + strlen(changes[i][0]));
+        write_file("config.json", text, strlen(text));
+        expect_no_model(text, changes[i][2]);
     }
+    write_file("config.json", good_config, strlen(good_config) / 2);
+    expect_no_model("half a configuration", "config.json");
+    write_file("config.json", "", 0);
+    expect_no_model("an empty configuration", "config.json");
+    remove_directory();
+}
 END_TEST
 
-START_TEST(f16_conversion_is_exact)
-    {
-        unsigned char source[65536][2];
-        static float target[65536];
-        for (int h = 0; h < 65536; h++) {
-            source[h][0] = (unsigned char)h;
-            source[h][1] = (unsigned char)(h >> 8);
-        }
-        lm_floats_from_f16(source[0], 65536, target);
-        for (int h = 0; h < 65536; h++) {
-            const float expected = f16_to_float((uint16_t)h);
-            EXPECT(isnan(expected) ? isnan(target[h]) : target[h] == expected, "%04x is %.9g, expected %.9g", h, target[h],
-                   expected);
-        }
+START_TEST(f16_conversion_is_exact) {
+    unsigned char source[65536][2];
+    static float target[65536];
+    for (int h = 0; h < 65536; h++) {
+        source[h][0] = (unsigned char)h;
+        source[h][1] = (unsigned char)(h >> 8);
     }
+    lm_floats_from_f16(source[0], 65536, target);
+    for (int h = 0; h < 65536; h++) {
+        const float expected = f16_to_float((uint16_t)h);
+        EXPECT(isnan(expected) ? isnan(target[h]) : target[h] == expected, "%04x is %.9g, expected %.9g", h, target[h],
+               expected);
+    }
+}
 END_TEST
 
 int main(int argc, char **argv) {

@@ -180,26 +180,25 @@ static void check_masses(problem *p, ekv_context *context, rng *r) {
     guard_free(&bounds);
 }
 
-START_TEST(mass_bounds)
-    {
-        static const ekv_policy policies[] = {EKV_POLICY_TOPK, EKV_POLICY_PAGES};
-        backend_set backends;
-        backends_open(&backends, 1);
-        FOR_CASES(index, 12000) {
-            rng r = case_begin("mass_bounds", index);
-            problem p;
-            const kind k = small_problem(&p, &r, index, index % 9 == 0);
-            problem_random_policy(&p, &r, policies[index / KINDS % 2]);
-            p.step.budget = rng_between(&r, 1, p.shape.lengths[0]);
-            p.step.first_pages = 0;
-            for (int b = 0; b < backends.count; b++) {
-                describe(backends.names[b], &p, k);
-                check_masses(&p, backends.contexts[b], &r);
-            }
-            problem_free(&p);
+START_TEST(mass_bounds) {
+    static const ekv_policy policies[] = {EKV_POLICY_TOPK, EKV_POLICY_PAGES};
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, 12000) {
+        rng r = case_begin("mass_bounds", index);
+        problem p;
+        const kind k = small_problem(&p, &r, index, index % 9 == 0);
+        problem_random_policy(&p, &r, policies[index / KINDS % 2]);
+        p.step.budget = rng_between(&r, 1, p.shape.lengths[0]);
+        p.step.first_pages = 0;
+        for (int b = 0; b < backends.count; b++) {
+            describe(backends.names[b], &p, k);
+            check_masses(&p, backends.contexts[b], &r);
         }
-        backends_close(&backends);
+        problem_free(&p);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /* ---- The certificate -------------------------------------------------------------------------------------------------- */
@@ -256,58 +255,55 @@ static bool clearly_certain(const problem *p, const bits *some, const uint8_t *s
     return true;
 }
 
-START_TEST(certified_equals_full)
-    {
-        static const ekv_policy policies[] = {EKV_POLICY_TOPK, EKV_POLICY_PAGES, EKV_POLICY_GAUSSIAN};
-        int64_t certified = 0, others = 0;
-        backend_set backends;
-        backends_open(&backends, 1);
-        FOR_CASES(index, 12000) {
-            rng r = case_begin("certified_equals_full", index);
-            problem p;
-            const kind k = small_problem(&p, &r, index, false);
-            for (int b = 0; b < backends.count; b++) {
-                ekv_context *context = backends.contexts[b];
-                problem_index(&p, context, box_and_norms | EKV_STATISTICS_GAUSSIAN);
-                p.step.policy = EKV_POLICY_FULL;
-                p.step.report_mass = 0;
-                bits full = decode_bits(&p, context);
-                rng same = r;
-                problem_random_policy(&p, &same, policies[index / KINDS % 3]);
-                p.step.budget = rng_between(&same, 1, p.shape.lengths[0]);
-                p.step.report_mass = rng_chance(&same, 0.8);
-                describe(backends.names[b], &p, k);
-                guard selected = problem_select(&p, context),
-                      bounds = guard_alloc((size_t)(p.rows * problem_stride(&p)) * sizeof(float));
-                EXPECT_OK(context, ekv_page_bounds(context, &p.step, bounds.data, problem_stride(&p)));
-                bits some = decode_bits(&p, context);
-                for (int64_t row = 0; row < p.rows; row++) {
-                    const int64_t at = row * problem_stride(&p);
-                    const ekv_report *e = &some.reports[row];
-                    EXPECT(full.reports[row].certified == 1, "full is not certified");
-                    EXPECT(e->certified == 0 || e->certified == 1, "certified is %d", e->certified);
-                    if (e->certified) {
-                        check_same(&p, &full, &some, row, backends.names[b]);
-                    }
-                    EXPECT(e->certified || !p.step.report_mass ||
-                               !clearly_certain(&p, &some, (uint8_t *)selected.data + at, (float *)bounds.data + at, row),
-                           "row %lld: every bound lies below tau = %.9g and it is not certified", (long long)row, e->tau);
-                    certified += e->certified && e->tokens < p.shape.lengths[0];
-                    others += !e->certified;
+START_TEST(certified_equals_full) {
+    static const ekv_policy policies[] = {EKV_POLICY_TOPK, EKV_POLICY_PAGES, EKV_POLICY_GAUSSIAN};
+    int64_t certified = 0, others = 0;
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, 12000) {
+        rng r = case_begin("certified_equals_full", index);
+        problem p;
+        const kind k = small_problem(&p, &r, index, false);
+        for (int b = 0; b < backends.count; b++) {
+            ekv_context *context = backends.contexts[b];
+            problem_index(&p, context, box_and_norms | EKV_STATISTICS_GAUSSIAN);
+            p.step.policy = EKV_POLICY_FULL;
+            p.step.report_mass = 0;
+            bits full = decode_bits(&p, context);
+            rng same = r;
+            problem_random_policy(&p, &same, policies[index / KINDS % 3]);
+            p.step.budget = rng_between(&same, 1, p.shape.lengths[0]);
+            p.step.report_mass = rng_chance(&same, 0.8);
+            describe(backends.names[b], &p, k);
+            guard selected = problem_select(&p, context),
+                  bounds = guard_alloc((size_t)(p.rows * problem_stride(&p)) * sizeof(float));
+            EXPECT_OK(context, ekv_page_bounds(context, &p.step, bounds.data, problem_stride(&p)));
+            bits some = decode_bits(&p, context);
+            for (int64_t row = 0; row < p.rows; row++) {
+                const int64_t at = row * problem_stride(&p);
+                const ekv_report *e = &some.reports[row];
+                EXPECT(full.reports[row].certified == 1, "full is not certified");
+                EXPECT(e->certified == 0 || e->certified == 1, "certified is %d", e->certified);
+                if (e->certified) {
+                    check_same(&p, &full, &some, row, backends.names[b]);
                 }
-                free(full.out);
-                free(some.out);
-                guard_free(&selected);
-                guard_free(&bounds);
+                EXPECT(e->certified || !p.step.report_mass ||
+                           !clearly_certain(&p, &some, (uint8_t *)selected.data + at, (float *)bounds.data + at, row),
+                       "row %lld: every bound lies below tau = %.9g and it is not certified", (long long)row, e->tau);
+                certified += e->certified && e->tokens < p.shape.lengths[0];
+                others += !e->certified;
             }
-            problem_free(&p);
+            free(full.out);
+            free(some.out);
+            guard_free(&selected);
+            guard_free(&bounds);
         }
-        printf("certified without reading everything: %lld rows, not certified: %lld\n", (long long)certified,
-               (long long)others);
-        EXPECT(case_end(12000) - case_first() < 500 || (certified > 50 && others > 50),
-               "one of the two outcomes was hardly seen");
-        backends_close(&backends);
+        problem_free(&p);
     }
+    printf("certified without reading everything: %lld rows, not certified: %lld\n", (long long)certified, (long long)others);
+    EXPECT(case_end(12000) - case_first() < 500 || (certified > 50 && others > 50), "one of the two outcomes was hardly seen");
+    backends_close(&backends);
+}
 END_TEST
 
 /* ---- The canonical finish --------------------------------------------------------------------------------------------- */
@@ -327,132 +323,129 @@ static void mark_superset(problem *p, const oracle *o, uint8_t *mask, double oth
     }
 }
 
-START_TEST(any_superset_of_the_support_gives_the_same_bits)
-    {
-        backend_set backends;
-        backends_open(&backends, 1);
-        FOR_CASES(index, 12000) {
-            rng r = case_begin("any_superset_of_the_support_gives_the_same_bits", index);
-            problem p;
-            const kind k = small_problem(&p, &r, index, false);
-            oracle oracles[2];
-            for (int64_t row = 0; row < p.rows; row++) {
-                oracle_make(&oracles[row], &p, 0, (int32_t)row, NULL);
-            }
-            for (int b = 0; b < backends.count; b++) {
-                describe(backends.names[b], &p, k);
-                p.step.policy = EKV_POLICY_FULL;
-                bits full = decode_bits(&p, backends.contexts[b]);
-                problem_random_policy(&p, &r, EKV_POLICY_PAGES);
-                for (int round = 0; round < 2; round++) {
-                    const double others = round == 0 ? 0 : rng_uniform(&r);
-                    for (int64_t row = 0; row < p.rows; row++) {
-                        mark_superset(&p, &oracles[row], (uint8_t *)p.mask.data + row * p.step.page_mask_stride, others, &r);
-                    }
-                    bits some = decode_bits(&p, backends.contexts[b]);
-                    for (int64_t row = 0; row < p.rows; row++) {
-                        check_same(&p, &full, &some, row, backends.names[b]);
-                    }
-                    free(some.out);
-                }
-                free(full.out);
-            }
-            for (int64_t row = 0; row < p.rows; row++) {
-                oracle_free(&oracles[row]);
-            }
-            problem_free(&p);
+START_TEST(any_superset_of_the_support_gives_the_same_bits) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, 12000) {
+        rng r = case_begin("any_superset_of_the_support_gives_the_same_bits", index);
+        problem p;
+        const kind k = small_problem(&p, &r, index, false);
+        oracle oracles[2];
+        for (int64_t row = 0; row < p.rows; row++) {
+            oracle_make(&oracles[row], &p, 0, (int32_t)row, NULL);
         }
-        backends_close(&backends);
+        for (int b = 0; b < backends.count; b++) {
+            describe(backends.names[b], &p, k);
+            p.step.policy = EKV_POLICY_FULL;
+            bits full = decode_bits(&p, backends.contexts[b]);
+            problem_random_policy(&p, &r, EKV_POLICY_PAGES);
+            for (int round = 0; round < 2; round++) {
+                const double others = round == 0 ? 0 : rng_uniform(&r);
+                for (int64_t row = 0; row < p.rows; row++) {
+                    mark_superset(&p, &oracles[row], (uint8_t *)p.mask.data + row * p.step.page_mask_stride, others, &r);
+                }
+                bits some = decode_bits(&p, backends.contexts[b]);
+                for (int64_t row = 0; row < p.rows; row++) {
+                    check_same(&p, &full, &some, row, backends.names[b]);
+                }
+                free(some.out);
+            }
+            free(full.out);
+        }
+        for (int64_t row = 0; row < p.rows; row++) {
+            oracle_free(&oracles[row]);
+        }
+        problem_free(&p);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /* The support is exact where the scores are: tokens planted on the threshold of the rest have weight zero and do not count. */
-START_TEST(tokens_on_the_threshold_are_out)
-    {
-        static const double exact_alphas[] = {1.25, 1.5, 2, 3, 5};
-        backend_set backends;
-        backends_open(&backends, 1);
-        FOR_CASES(index, 300) {
-            rng r = case_begin("tokens_on_the_threshold_are_out", index);
-            problem p;
-            shape s = small_shape(&r);
-            s.group = 1;
-            s.lengths[0] = (int32_t)rng_between(&r, 2, 80);
-            problem_make(&p, &s, &r);
-            p.step.alpha = exact_alphas[index % 5];
-            p.step.scale = 1;
-            /* one winner, the others at (or, every third case, one step above) its threshold */
-            const int64_t winner = rng_between(&r, 0, s.lengths[0] - 1);
-            const double gap = 1 / (p.step.alpha - 1) - (index % 3 == 0 ? 0x1p-20 : 0);
-            memset(p.q.data, 0, p.q.size);
-            *(float *)p.q.data = 1;
-            for (int32_t t = 0; t < s.lengths[0]; t++) {
-                *(float *)problem_key(&p, 0, t, 0) = (float)(t == winner ? 2 : 2 - gap);
-            }
-            const int64_t expected = index % 3 == 0 ? s.lengths[0] : 1;
-            for (int b = 0; b < backends.count; b++) {
-                case_note("%s: winner %lld: %s", backends.names[b], (long long)winner, problem_describe(&p));
-                problem_decode(&p, backends.contexts[b]);
-                const ekv_report *e = p.report.data;
-                EXPECT(e->support == expected, "support %lld, expected %lld, tau %.17g", (long long)e->support,
-                       (long long)expected, e->tau);
-                EXPECT(index % 3 == 0 || fabs(e->tau - ((p.step.alpha - 1) * 2 - 1)) <= 1e-15, "tau %.17g", e->tau);
-                if (index % 3 != 0) {
-                    double out[40];
-                    problem_out_row(&p, 0, out);
-                    EXPECT(memcmp(p.out.data, problem_value(&p, 0, winner, 0), (size_t)s.v_dim * sizeof(float)) == 0,
-                           "the output is not the winner's value: %.9g", out[0]);
-                }
-            }
-            problem_free(&p);
+START_TEST(tokens_on_the_threshold_are_out) {
+    static const double exact_alphas[] = {1.25, 1.5, 2, 3, 5};
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, 300) {
+        rng r = case_begin("tokens_on_the_threshold_are_out", index);
+        problem p;
+        shape s = small_shape(&r);
+        s.group = 1;
+        s.lengths[0] = (int32_t)rng_between(&r, 2, 80);
+        problem_make(&p, &s, &r);
+        p.step.alpha = exact_alphas[index % 5];
+        p.step.scale = 1;
+        /* one winner, the others at (or, every third case, one step above) its threshold */
+        const int64_t winner = rng_between(&r, 0, s.lengths[0] - 1);
+        const double gap = 1 / (p.step.alpha - 1) - (index % 3 == 0 ? 0x1p-20 : 0);
+        memset(p.q.data, 0, p.q.size);
+        *(float *)p.q.data = 1;
+        for (int32_t t = 0; t < s.lengths[0]; t++) {
+            *(float *)problem_key(&p, 0, t, 0) = (float)(t == winner ? 2 : 2 - gap);
         }
-        backends_close(&backends);
+        const int64_t expected = index % 3 == 0 ? s.lengths[0] : 1;
+        for (int b = 0; b < backends.count; b++) {
+            case_note("%s: winner %lld: %s", backends.names[b], (long long)winner, problem_describe(&p));
+            problem_decode(&p, backends.contexts[b]);
+            const ekv_report *e = p.report.data;
+            EXPECT(e->support == expected, "support %lld, expected %lld, tau %.17g", (long long)e->support, (long long)expected,
+                   e->tau);
+            EXPECT(index % 3 == 0 || fabs(e->tau - ((p.step.alpha - 1) * 2 - 1)) <= 1e-15, "tau %.17g", e->tau);
+            if (index % 3 != 0) {
+                double out[40];
+                problem_out_row(&p, 0, out);
+                EXPECT(memcmp(p.out.data, problem_value(&p, 0, winner, 0), (size_t)s.v_dim * sizeof(float)) == 0,
+                       "the output is not the winner's value: %.9g", out[0]);
+            }
+        }
+        problem_free(&p);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 /* ---- Fields that were not asked for ----------------------------------------------------------------------------------- */
 
-START_TEST(what_was_not_asked_for_is_nan)
-    {
-        backend_set backends;
-        backends_open(&backends, 1);
-        FOR_CASES(index, 200) {
-            rng r = case_begin("what_was_not_asked_for_is_nan", index);
-            problem p;
-            small_problem(&p, &r, index, false);
-            problem_random_policy(&p, &r, EKV_POLICY_TOPK);
-            for (int b = 0; b < backends.count; b++) {
-                case_note("%s: %s", backends.names[b], problem_describe(&p));
-                const ekv_report *e = p.report.data;
-                problem_index(&p, backends.contexts[b], box_and_norms);
-                p.step.report_mass = 0;
-                problem_decode(&p, backends.contexts[b]);
-                const bool all = e->tokens == p.shape.lengths[0] || e->certified;
-                EXPECT(all ? e->mass_bound == 0 && e->error_bound == 0 : isnan(e->mass_bound) && isnan(e->error_bound),
-                       "E %g and error bound %g, %lld of %d tokens read", e->mass_bound, e->error_bound, (long long)e->tokens,
-                       p.shape.lengths[0]);
-                problem_index(&p, backends.contexts[b], EKV_STATISTICS_BOX);
-                p.step.report_mass = 1;
-                problem_decode(&p, backends.contexts[b]);
-                EXPECT(all ? e->mass_bound == 0 : e->mass_bound >= 0 && isnan(e->error_bound),
-                       "without NORMS: E %g and error bound %g", e->mass_bound, e->error_bound);
-                /* without a report: the same output */
-                size_t bytes;
-                unsigned char *with = problem_copy_out(&p, &bytes);
-                p.step.report = NULL;
-                p.step.report_mass = 0;
-                problem_decode(&p, backends.contexts[b]);
-                unsigned char *without = problem_copy_out(&p, &bytes);
-                EXPECT(memcmp(with, without, bytes) == 0, "the output depends on the report");
-                EXPECT(is_poison(p.report.data, p.report.size), "a report that was not given was written");
-                p.step.report = p.report.data;
-                free(with);
-                free(without);
-            }
-            problem_free(&p);
+START_TEST(what_was_not_asked_for_is_nan) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, 200) {
+        rng r = case_begin("what_was_not_asked_for_is_nan", index);
+        problem p;
+        small_problem(&p, &r, index, false);
+        problem_random_policy(&p, &r, EKV_POLICY_TOPK);
+        for (int b = 0; b < backends.count; b++) {
+            case_note("%s: %s", backends.names[b], problem_describe(&p));
+            const ekv_report *e = p.report.data;
+            problem_index(&p, backends.contexts[b], box_and_norms);
+            p.step.report_mass = 0;
+            problem_decode(&p, backends.contexts[b]);
+            const bool all = e->tokens == p.shape.lengths[0] || e->certified;
+            EXPECT(all ? e->mass_bound == 0 && e->error_bound == 0 : isnan(e->mass_bound) && isnan(e->error_bound),
+                   "E %g and error bound %g, %lld of %d tokens read", e->mass_bound, e->error_bound, (long long)e->tokens,
+                   p.shape.lengths[0]);
+            problem_index(&p, backends.contexts[b], EKV_STATISTICS_BOX);
+            p.step.report_mass = 1;
+            problem_decode(&p, backends.contexts[b]);
+            EXPECT(all ? e->mass_bound == 0 : e->mass_bound >= 0 && isnan(e->error_bound),
+                   "without NORMS: E %g and error bound %g", e->mass_bound, e->error_bound);
+            /* without a report: the same output */
+            size_t bytes;
+            unsigned char *with = problem_copy_out(&p, &bytes);
+            p.step.report = NULL;
+            p.step.report_mass = 0;
+            problem_decode(&p, backends.contexts[b]);
+            unsigned char *without = problem_copy_out(&p, &bytes);
+            EXPECT(memcmp(with, without, bytes) == 0, "the output depends on the report");
+            EXPECT(is_poison(p.report.data, p.report.size), "a report that was not given was written");
+            p.step.report = p.report.data;
+            free(with);
+            free(without);
         }
-        backends_close(&backends);
+        problem_free(&p);
     }
+    backends_close(&backends);
+}
 END_TEST
 
 int main(int argc, char **argv) {

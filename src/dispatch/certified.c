@@ -28,6 +28,11 @@ static const int32_t round_share[EKV_CERTIFY_ROUNDS] = {64, 16, 6};
 #define RUN_GROUPS 64      /* sketch groups in one look-up */
 /* ---- scores ---- */
 
+static void mark_read(ekv_item *item, int32_t token) {
+    item->read[token] = 1;
+    atomic_store_explicit(&item->touched[token / EKV_TOUCHED], 1, memory_order_relaxed); /* spans may share one */
+}
+
 /* Scores up to EKV_TILE tokens, in any order, for all rows of the item. */
 static void read_tokens(const ekv_step *step, ekv_item *item, const int32_t *tokens, int n) {
     const int32_t page_size = step->kv.page_size;
@@ -44,7 +49,7 @@ static void read_tokens(const ekv_step *step, ekv_item *item, const int32_t *tok
     for (int i = 0; i < n; i++) {
         token[i] = tokens[i];
         keys[i] = ekv_key(&step->kv, ekv_block(item, tokens[i] / page_size), tokens[i] % page_size, item->head);
-        item->read[tokens[i]] = 1;
+        mark_read(item, tokens[i]);
     }
     ekv_score_args score = {q, slope, q_token, item->rows, keys, token, n, step->kv.k_dim, z};
     step->kernels->score[step->kv.dtype](&score);
@@ -60,7 +65,7 @@ typedef struct gather {
 
 static void want(const ekv_step *step, ekv_item *item, gather *g, int32_t token) {
     if (item->read[token]) return;
-    item->read[token] = 1;
+    mark_read(item, token);
     g->token[g->n++] = token;
     if (g->n < EKV_TILE) return;
     read_tokens(step, item, g->token, g->n);
@@ -75,11 +80,10 @@ static void want_page(const ekv_step *step, ekv_item *item, gather *g, int64_t p
 /* The scores that were read and exceed the row's cut (NaN does), in token order, to row->list_z and list_token. */
 void ekv_certify_list(const ekv_item *item, ekv_row *row, bool tokens) {
     int64_t count = 0;
-    for (int32_t begin = 0; begin < row->n; begin += 8) {
-        uint64_t eight;
-        memcpy(&eight, item->read + begin, sizeof eight);
-        if (!eight) continue;
-        for (int32_t token = begin; token < begin + 8 && token < row->n; token++) {
+    for (int32_t begin = 0; begin < row->n; begin += EKV_TOUCHED) {
+        if (!atomic_load_explicit(&item->touched[begin / EKV_TOUCHED], memory_order_relaxed)) continue;
+        const int32_t end = row->n - begin < EKV_TOUCHED ? row->n : begin + EKV_TOUCHED;
+        for (int32_t token = begin; token < end; token++) {
             if (!item->read[token] || row->weight[token] <= row->cut) continue;
             row->list_z[count] = row->weight[token];
             if (tokens) row->list_token[count] = token;
@@ -90,7 +94,7 @@ void ekv_certify_list(const ekv_item *item, ekv_row *row, bool tokens) {
 }
 
 /* Raises the row's cut: at and below it no token can be in the support. */
-void ekv_certify_raise(const ekv_step *step, ekv_item *item, ekv_row *row) {
+static void raise_cut(const ekv_step *step, ekv_item *item, ekv_row *row) {
     float z_max = -INFINITY;
     ekv_certify_list(item, row, false); /* list_token holds the sketch's sums */
     for (int64_t i = 0; i < row->list_count; i++) z_max = row->list_z[i] > z_max ? row->list_z[i] : z_max;
@@ -384,7 +388,7 @@ static void read_first(const ekv_step *step, ekv_item *item) {
     want_page(step, item, &g, 0);
     for (int64_t p = ekv_max64(0, item->pages - NEWEST_PAGES); p < item->pages; p++) want_page(step, item, &g, p);
     read_tokens(step, item, g.token, g.n);
-    for (int32_t r = 0; r < item->rows; r++) ekv_certify_raise(step, item, &item->row[r]);
+    for (int32_t r = 0; r < item->rows; r++) raise_cut(step, item, &item->row[r]);
 }
 
 static bool has_basis(const ekv_step *step, const ekv_item *item) {
@@ -400,7 +404,7 @@ static void choose_levels(const ekv_step *step, ekv_item *item) {
     if ((double)pages * page_size < LEAST_TOKENS || !step->index) return;
     take_sample(step, item, pages, &s);
     for (int32_t r = 0; r < item->rows; r++) {
-        ekv_certify_raise(step, item, &item->row[r]);
+        raise_cut(step, item, &item->row[r]);
         tau[r] = estimate_tau(step, &item->row[r], &s);
     }
     double token_cost = key, share = 1.0; /* bytes for a token of a needed page */
@@ -424,7 +428,8 @@ void ekv_certify_begin(const ekv_step *step, ekv_item *item) {
     item->use_sketch = false;
     item->bytes_statistics = item->bytes_sketch = item->bytes_sampled = 0;
     if (item->n == 0) return;
-    memset(item->read, 0, (size_t)item->n + 8);
+    memset(item->read, 0, (size_t)item->n);
+    for (int32_t c = 0; c <= item->n / EKV_TOUCHED; c++) atomic_init(&item->touched[c], 0);
     for (int32_t r = 0; r < item->rows; r++) {
         item->row[r].cut = -INFINITY;
         bound_by_norms(step, item, &item->row[r]);
@@ -434,34 +439,60 @@ void ekv_certify_begin(const ekv_step *step, ekv_item *item) {
     choose_levels(step, item);
 }
 
+#define SPAN_PAGES (EKV_SPAN / EKV_SKETCH_GROUP + 1)
+
+/* The row's limit for every page of the span whose sketch was read; INT32_MAX for the others. */
+static void span_limits(const ekv_step *step, const ekv_item *item, const ekv_row *row, int64_t first_page, int64_t end_page,
+                        int32_t *limit) {
+    for (int64_t p = first_page; p < end_page; p++)
+        limit[p - first_page] = item->looked[p] && p < row->pages ? sum_limit(step, item, row, p, (double)row->cut) : INT32_MAX;
+}
+
+/* Largest sum of n. */
+static int32_t largest_sum(const uint16_t *sum, int32_t n) {
+    uint16_t largest = 0;
+    for (int32_t t = 0; t < n; t++) largest = sum[t] > largest ? sum[t] : largest;
+    return largest;
+}
+
+/* How far above its page's limit a sum must be to be among the best in `share`, from every fourth token; 0: all above are. */
+static int32_t best_distance(const ekv_step *step, const ekv_row *row, int64_t first_page, int64_t end_page, const int32_t *limit,
+                             const int32_t *largest, int32_t share) {
+    enum { BINS = 256, EVERY = 4 };
+    int32_t histogram[BINS] = {0}, top = 0, tokens = 0, bin = BINS - 1;
+    for (int64_t i = 0; i < end_page - first_page; i++) {
+        if (limit[i] == INT32_MAX) continue;
+        top = largest[i] - limit[i] > top ? largest[i] - limit[i] : top;
+        tokens += ekv_page_tokens(step, row->n, first_page + i);
+    }
+    const int32_t width = top / BINS + 1;
+    for (int64_t i = 0; i < end_page - first_page; i++) {
+        if (largest[i] <= limit[i]) continue;
+        const uint16_t *sum = row->sum + (first_page + i) * step->kv.page_size;
+        for (int32_t t = 0; t < ekv_page_tokens(step, row->n, first_page + i); t += EVERY)
+            if ((int32_t)sum[t] > limit[i]) histogram[((int32_t)sum[t] - limit[i]) / width]++;
+    }
+    for (int32_t count = histogram[bin]; bin > 0 && count < tokens / (share * EVERY); count += histogram[bin]) bin--;
+    return bin * width;
+}
+
 /* Reads the tokens of a span with the highest bounds above the cut, about one in `share` for each row. */
 static void read_best(const ekv_step *step, ekv_item *item, int64_t first_page, int64_t end_page, int32_t share) {
-    enum { BINS = 256 };
+    int32_t limit[SPAN_PAGES], largest[SPAN_PAGES];
     gather g = {0};
     for (int32_t r = 0; r < item->rows; r++) {
         const ekv_row *row = &item->row[r];
-        int32_t histogram[BINS] = {0}, top = 0, bin = BINS - 1, tokens = 0;
-        for (int pass = 0; pass < 3; pass++) {
-            const int32_t width = top / BINS + 1;
-            for (int64_t p = first_page; p < end_page; p++) {
-                if (!item->looked[p] || p >= row->pages) continue;
-                const int32_t limit = sum_limit(step, item, row, p, (double)row->cut), first = (int32_t)p * step->kv.page_size;
-                const int32_t end = first + ekv_page_tokens(step, row->n, p);
-                for (int32_t t = first; t < end; t++) {
-                    const int32_t above = (int32_t)row->sum[t] - limit;
-                    if (above <= 0) continue;
-                    if (pass == 0)
-                        top = above > top ? above : top;
-                    else if (pass == 1)
-                        histogram[above / width]++;
-                    else if (above / width >= bin)
-                        want(step, item, &g, t);
-                }
-                tokens += pass == 0 ? end - first : 0;
-            }
-            if (pass == 0 && top == 0) break;
-            if (pass != 1) continue;
-            for (int32_t count = histogram[bin]; bin > 0 && count < tokens / share; count += histogram[bin]) bin--;
+        span_limits(step, item, row, first_page, end_page, limit);
+        for (int64_t i = 0; i < end_page - first_page; i++)
+            largest[i] = limit[i] == INT32_MAX ? 0
+                                               : largest_sum(row->sum + (first_page + i) * step->kv.page_size,
+                                                             ekv_page_tokens(step, row->n, first_page + i));
+        const int32_t distance = best_distance(step, row, first_page, end_page, limit, largest, share);
+        for (int64_t i = 0; i < end_page - first_page; i++) {
+            if (largest[i] <= limit[i] || largest[i] - limit[i] < distance) continue;
+            const int32_t first = (int32_t)(first_page + i) * step->kv.page_size;
+            for (int32_t t = first; t < first + ekv_page_tokens(step, row->n, first_page + i); t++)
+                if ((int32_t)row->sum[t] > limit[i] && (int32_t)row->sum[t] - limit[i] >= distance) want(step, item, &g, t);
         }
     }
     read_tokens(step, item, g.token, g.n);
@@ -481,6 +512,10 @@ void ekv_certify_sketch(const ekv_step *step, ekv_item *item, int32_t span) {
         item->part[span].count += (int32_t)run;
         p += run ? run : 1;
     }
+}
+
+void ekv_certify_raise(const ekv_step *step, ekv_item *item, ekv_row *row) {
+    if (item->use_sketch) raise_cut(step, item, row); /* otherwise no round has read anything */
 }
 
 void ekv_certify_round(const ekv_step *step, ekv_item *item, int32_t span, int round) {

@@ -43,7 +43,8 @@ static void place_item(const ekv_step *step, ekv_item *item, ekv_arena *arena) {
     item->part = ekv_take(arena, rows * (size_t)item->spans, sizeof *item->part);
     item->values = ekv_take(arena, rows * (size_t)item->spans * ekv_padded(step->kv.v_dim), sizeof(float));
     item->count = ekv_take(arena, step->moments ? 4 * pages : 0, sizeof(float));
-    item->read = ekv_take(arena, step->certified ? (size_t)item->n + 8 : 0, 1);
+    item->read = ekv_take(arena, step->certified ? (size_t)item->n : 0, 1);
+    item->touched = ekv_take(arena, step->certified ? (size_t)item->n / EKV_TOUCHED + 1 : 0, sizeof *item->touched);
     item->looked = ekv_take(arena, step->certified ? pages : 0, 1);
     item->seen = ekv_take(arena, step->p.report ? (size_t)item->n / 64 + 1 : 0, sizeof(uint64_t));
     for (size_t r = 0; r < rows; r++) {

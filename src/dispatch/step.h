@@ -92,7 +92,8 @@ typedef struct ekv_item {
     float *values;            /* [rows][spans][v_dim rounded up to 32] */
     float *count;             /* gaussian: [4][pages] tokens per page, and a mixture's mean, deviation and count */
     uint64_t *seen;           /* [n / 64 + 1] union of supports, for the report's bytes */
-    uint8_t *read;            /* certified: [n + 8] 1: the token's score stands in row->weight */
+    uint8_t *read;            /* certified: [n] 1: the token's score stands in row->weight */
+    atomic_uchar *touched;    /* certified: [n / EKV_TOUCHED + 1] 1: one of these tokens may be read */
     uint8_t *looked;          /* certified: [pages] 1: the page's sketch was read */
     bool use_sketch;
     int64_t bytes_statistics, bytes_sketch, bytes_sampled, read_tokens, read_pages;
@@ -125,6 +126,7 @@ void ekv_output(const ekv_step *step, ekv_item *item);
 void ekv_certify_begin(const ekv_step *step, ekv_item *item);
 void ekv_certify_sketch(const ekv_step *step, ekv_item *item, int32_t span);
 #define EKV_CERTIFY_ROUNDS 3
+#define EKV_TOUCHED 64 /* tokens that share a mark */
 void ekv_certify_round(const ekv_step *step, ekv_item *item, int32_t span, int round);
 void ekv_certify_raise(const ekv_step *step, ekv_item *item, ekv_row *row);
 void ekv_certify_sweep(const ekv_step *step, ekv_item *item, int32_t span);

@@ -245,10 +245,10 @@ static void check_configurations(configurations *all, problem *p) {
 START_TEST(backends_and_threads) {
     configurations all;
     configurations_open(&all);
-    FOR_CASES(index, 500) {
+    FOR_CASES(index, 120) {
         rng r = case_begin("backends_and_threads", index);
         problem p;
-        random_step(&p, &r, 800);
+        random_step(&p, &r, 300);
         check_configurations(&all, &p);
         problem_free(&p);
     }
@@ -293,7 +293,7 @@ static const double transform_alphas[] = {1, 1 + 1e-9, 1.0001, 1.1, 1.25, 4.0 / 
 START_TEST(transforms) {
     configurations all;
     configurations_open(&all);
-    FOR_CASES(index, 2000) {
+    FOR_CASES(index, 700) {
         rng r = case_begin("transforms", index);
         const double alpha = RNG_PICK(&r, transform_alphas), size = RNG_PICK(&r, ((const double[]){1e-3, 1, 10, 1000}));
         const int64_t n = rng_chance(&r, 0.1) ? rng_between(&r, 1000, 20000) : rng_between(&r, 0, 200);
@@ -329,7 +329,7 @@ END_TEST
 START_TEST(layouts) {
     backend_set backends;
     backends_open(&backends, 3);
-    FOR_CASES(index, 200) {
+    FOR_CASES(index, 100) {
         rng r = case_begin("layouts", index);
         shape s = shape_random(&r, 300);
         s.layout = LAYOUT_TOKENS_HEADS;

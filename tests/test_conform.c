@@ -27,7 +27,8 @@ typedef struct outcome {
 
 static void on_result(void *user, const ekv_conform_result *result) {
     outcome *o = user;
-    if (result->status != EKV_CONFORM_FAIL) return;
+    if (result->status != EKV_CONFORM_FAIL)
+        return;
     if (o->failures++ == 0) {
         snprintf(o->kernel, sizeof o->kernel, "%s", result->kernel);
         snprintf(o->what, sizeof o->what, "%s", result->what);
@@ -77,7 +78,9 @@ END_TEST
 
 static ekv_kernels good, bad;
 
-static float perturb(float x, float relative) { return x == 0.0f ? relative : x + x * relative; }
+static float perturb(float x, float relative) {
+    return x == 0.0f ? relative : x + x * relative;
+}
 
 /* A wrapper of one kernel for all three types; `after` changes what the right kernel left in `a`. */
 #define TYPED_MISTAKE(label, kernel, after)                                                                                    \
@@ -86,9 +89,15 @@ static float perturb(float x, float relative) { return x == 0.0f ? relative : x 
     (void)dtype;                                                                                                               \
     after;                                                                                                                     \
   }                                                                                                                            \
-  static void label##_f32(ekv_##kernel##_args *a) { label##_as(EKV_F32, a); }                                                  \
-  static void label##_f16(ekv_##kernel##_args *a) { label##_as(EKV_F16, a); }                                                  \
-  static void label##_bf16(ekv_##kernel##_args *a) { label##_as(EKV_BF16, a); }                                                \
+  static void label##_f32(ekv_##kernel##_args *a) {                                                                            \
+    label##_as(EKV_F32, a);                                                                                                    \
+  }                                                                                                                            \
+  static void label##_f16(ekv_##kernel##_args *a) {                                                                            \
+    label##_as(EKV_F16, a);                                                                                                    \
+  }                                                                                                                            \
+  static void label##_bf16(ekv_##kernel##_args *a) {                                                                           \
+    label##_as(EKV_BF16, a);                                                                                                   \
+  }                                                                                                                            \
   static void label(void) {                                                                                                    \
     bad.kernel[EKV_F32] = label##_f32;                                                                                         \
     bad.kernel[EKV_F16] = label##_f16;                                                                                         \
@@ -97,10 +106,18 @@ static float perturb(float x, float relative) { return x == 0.0f ? relative : x 
 
 /* Likewise, where `instead` does all of the work. */
 #define TYPED_REPLACEMENT(label, kernel, instead)                                                                              \
-  static void label##_as(ekv_dtype dtype, ekv_##kernel##_args *a) { instead; }                                                 \
-  static void label##_f32(ekv_##kernel##_args *a) { label##_as(EKV_F32, a); }                                                  \
-  static void label##_f16(ekv_##kernel##_args *a) { label##_as(EKV_F16, a); }                                                  \
-  static void label##_bf16(ekv_##kernel##_args *a) { label##_as(EKV_BF16, a); }                                                \
+  static void label##_as(ekv_dtype dtype, ekv_##kernel##_args *a) {                                                            \
+    instead;                                                                                                                   \
+  }                                                                                                                            \
+  static void label##_f32(ekv_##kernel##_args *a) {                                                                            \
+    label##_as(EKV_F32, a);                                                                                                    \
+  }                                                                                                                            \
+  static void label##_f16(ekv_##kernel##_args *a) {                                                                            \
+    label##_as(EKV_F16, a);                                                                                                    \
+  }                                                                                                                            \
+  static void label##_bf16(ekv_##kernel##_args *a) {                                                                           \
+    label##_as(EKV_BF16, a);                                                                                                   \
+  }                                                                                                                            \
   static void label(void) {                                                                                                    \
     bad.kernel[EKV_F32] = label##_f32;                                                                                         \
     bad.kernel[EKV_F16] = label##_f16;                                                                                         \
@@ -112,7 +129,9 @@ static float perturb(float x, float relative) { return x == 0.0f ? relative : x 
     good.kernel(a);                                                                                                            \
     after;                                                                                                                     \
   }                                                                                                                            \
-  static void label(void) { bad.kernel = label##_run; }
+  static void label(void) {                                                                                                    \
+    bad.kernel = label##_run;                                                                                                  \
+  }
 
 static void flip_last_bit(ekv_dtype dtype, void *row, int64_t i) {
     const size_t size = dtype_size(dtype);
@@ -145,12 +164,15 @@ PLAIN_MISTAKE(mass_value, mass, a->value *= 1.0 + 1e-11)
 /* NaN is dropped instead of kept. */
 static void keep_drops_nan_run(ekv_keep_args *a) {
     for (int i = 0; i < a->n; i++) {
-        if (!(a->z[i] > a->threshold)) continue;
+        if (!(a->z[i] > a->threshold))
+            continue;
         a->list_z[a->count] = a->z[i];
         a->list_token[a->count++] = a->token[i];
     }
 }
-static void keep_drops_nan(void) { bad.keep = keep_drops_nan_run; }
+static void keep_drops_nan(void) {
+    bad.keep = keep_drops_nan_run;
+}
 
 /* The tail past the last whole vector is left out. */
 static void score_without_tail(ekv_dtype dtype, ekv_score_args *a) {
@@ -164,7 +186,8 @@ TYPED_REPLACEMENT(score_drops_tail, score, score_without_tail(dtype, a))
 static void accumulate_too_far(ekv_dtype dtype, ekv_accumulate_args *a) {
     good.accumulate[dtype](a);
     volatile float *sum = a->sum;
-    for (int d = a->dim; d < (a->dim + 31) / 32 * 32; d++) sum[d] = 0.0f;
+    for (int d = a->dim; d < (a->dim + 31) / 32 * 32; d++)
+        sum[d] = 0.0f;
 }
 TYPED_REPLACEMENT(accumulate_writes_past, accumulate, accumulate_too_far(dtype, a))
 
@@ -180,7 +203,8 @@ TYPED_REPLACEMENT(score_reads_past, score, score_too_far(dtype, a))
 static void accumulate_unskipped(ekv_dtype dtype, ekv_accumulate_args *a) {
     for (int d = 0; d < a->dim; d++) {
         float sum = 0.0f;
-        for (int i = 0; i < a->n; i++) sum += a->weight[i] * (float)dtype_load(dtype, a->values[i], d);
+        for (int i = 0; i < a->n; i++)
+            sum += a->weight[i] * (float)dtype_load(dtype, a->values[i], d);
         a->sum[d] += sum;
     }
 }
@@ -191,13 +215,17 @@ static void softmax_scribbles_run(ekv_softmax_args *a) {
     good.softmax(a);
     ((float *)(uintptr_t)a->z)[0] = 0.25f;
 }
-static void softmax_scribbles(void) { bad.softmax = softmax_scribbles_run; }
+static void softmax_scribbles(void) {
+    bad.softmax = softmax_scribbles_run;
+}
 
 static void illegal_run(ekv_mass_args *a) {
     (void)a;
     raise(SIGILL);
 }
-static void mass_illegal(void) { bad.mass = illegal_run; }
+static void mass_illegal(void) {
+    bad.mass = illegal_run;
+}
 
 static const struct {
     const char *kernel, *what; /* what: a part of the failure's text, or NULL */
@@ -343,8 +371,10 @@ static void collect(void *user, const ekv_conform_result *result) {
         char name[128];
         int i = 0;
         snprintf(name, sizeof name, "%s:%s%s", result->kernel, *part == ' ' ? "" : " ", part);
-        while (i < v->count && strcmp(v->text[i], name) != 0) i++;
-        if (i < v->count) continue;
+        while (i < v->count && strcmp(v->text[i], name) != 0)
+            i++;
+        if (i < v->count)
+            continue;
         EXPECT(v->count < MAX_VALUES, "too many values");
         v->text[v->count] = malloc(strlen(name) + 1);
         memcpy(v->text[v->count++], name, strlen(name) + 1);
@@ -365,7 +395,8 @@ static values *list_cases(const char *kernel, int thorough) {
 }
 
 static void free_values(values *v) {
-    for (int i = 0; i < v->count; i++) free(v->text[i]);
+    for (int i = 0; i < v->count; i++)
+        free(v->text[i]);
     free(v);
 }
 

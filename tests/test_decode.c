@@ -175,6 +175,30 @@ static void check_mass(const problem *p, const oracle *o, const ekv_report *e, c
            who, e->error_bound, e->mass_bound, o->result.value_norm);
 }
 
+/* Whether a group has softmax heads and others. */
+static bool mixes_softmax(const problem *p, int32_t kv_head) {
+    int32_t softmax = 0;
+    for (int32_t g = 0; g < p->shape.group; g++) {
+        softmax += problem_alpha(p, kv_head * p->shape.group + g) == 1;
+    }
+    return softmax > 0 && softmax < p->shape.group;
+}
+
+/* The groups' sums; those of the reference and, under sparse policies, of groups that mix softmax with others have tests of
+ * their own below. */
+static void check_sums(const problem *p, const uint8_t *selected, const char *who) {
+    for (int32_t b = 0; b < p->shape.batch; b++) {
+        for (int32_t h = 0; h < p->shape.kv_heads && strcmp(who, "reference") != 0; h++) {
+            check_group(p, selected, b, h);
+            const double work = (double)p->shape.lengths[b] * (p->shape.k_dim + p->shape.v_dim) * p->shape.group;
+            const bool plain = p->step.policy == EKV_POLICY_FULL || !mixes_softmax(p, h);
+            if (p->shape.queries[b] == 1 && p->shape.lengths[b] > 0 && work < 5e5 && plain) {
+                check_value_bytes(p, selected, b, h);
+            }
+        }
+    }
+}
+
 static void check_case(problem *p, const uint8_t *selected, checked_rows *c, const char *who) {
     const ekv_report *report = p->report.data;
     for (int i = 0; i < c->count; i++) {
@@ -186,15 +210,7 @@ static void check_case(problem *p, const uint8_t *selected, checked_rows *c, con
             check_mass(p, &c->oracles[i], &report[row], who);
         }
     }
-    for (int32_t b = 0; b < p->shape.batch; b++) {
-        for (int32_t h = 0; h < p->shape.kv_heads; h++) {
-            check_group(p, selected, b, h);
-            const double work = (double)p->shape.lengths[b] * (p->shape.k_dim + p->shape.v_dim) * p->shape.group;
-            if (p->shape.queries[b] == 1 && p->shape.lengths[b] > 0 && work < 5e5) {
-                check_value_bytes(p, selected, b, h);
-            }
-        }
-    }
+    check_sums(p, selected, who);
 }
 
 static void check_backends(backend_set *backends, problem *p, rng *r) {
@@ -247,6 +263,71 @@ END_TEST
 START_TEST(grid_short) {
     const ekv_policy policies[] = {EKV_POLICY_FULL, EKV_POLICY_TOPK, EKV_POLICY_GAUSSIAN, EKV_POLICY_PAGES};
     run_grid("grid_short", 4000, policies, 4, 60);
+}
+END_TEST
+
+/* ---- Sums over a group ------------------------------------------------------------------------------------------------ */
+
+/* Every backend's report counts each byte once for a group: in the entry of its first head, zeros in the others. */
+START_TEST(a_group_counts_each_byte_once) {
+    static const ekv_policy policies[] = {EKV_POLICY_FULL, EKV_POLICY_PAGES, EKV_POLICY_TOPK};
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, 150) {
+        rng r = case_begin("a_group_counts_each_byte_once", index);
+        shape s = shape_random(&r, 100);
+        s.group = (int32_t)rng_between(&r, 2, 3);
+        problem p;
+        problem_make(&p, &s, &r);
+        problem_random_policy(&p, &r, policies[index % 3]);
+        for (int i = 0; i < backends.count; i++) {
+            case_note("%s: %s", backends.names[i], problem_describe(&p));
+            problem_index(&p, backends.contexts[i], all_statistics);
+            guard selected = problem_select(&p, backends.contexts[i]);
+            problem_decode(&p, backends.contexts[i]);
+            for (int32_t b = 0; b < s.batch; b++) {
+                for (int32_t h = 0; h < s.kv_heads; h++) {
+                    check_group(&p, selected.data, b, h);
+                }
+            }
+            guard_free(&selected);
+        }
+        problem_free(&p);
+    }
+    backends_close(&backends);
+}
+END_TEST
+
+/* A softmax head reads the values of its own pages; the other heads of its group read those of their support, in their pages.
+ */
+START_TEST(value_bytes_where_heads_differ) {
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, 100) {
+        rng r = case_begin("value_bytes_where_heads_differ", index);
+        shape s = shape_random(&r, 100);
+        s.group = 2;
+        s.kv_heads = s.batch = 1;
+        s.ragged = false;
+        s.queries[0] = 1;
+        s.lengths[0] = (int32_t)rng_between(&r, 1, 100);
+        problem p;
+        problem_make(&p, &s, &r);
+        problem_set_heads(&p, (const double[]){1, 2}, NULL, NULL);
+        problem_random_policy(&p, &r, index % 2 ? EKV_POLICY_PAGES : EKV_POLICY_FULL);
+        for (int i = 0; i < backends.count; i++) {
+            if (backend_is_reference(&backends, i)) {
+                continue; /* shares no reads */
+            }
+            case_note("%s: %s", backends.names[i], problem_describe(&p));
+            guard selected = problem_select(&p, backends.contexts[i]);
+            problem_decode(&p, backends.contexts[i]);
+            check_value_bytes(&p, selected.data, 0, 0);
+            guard_free(&selected);
+        }
+        problem_free(&p);
+    }
+    backends_close(&backends);
 }
 END_TEST
 
@@ -822,6 +903,8 @@ int main(int argc, char **argv) {
                                 TEST_ENTRY(grid_short),
                                 TEST_ENTRY(grid_full),
                                 TEST_ENTRY(grid_sparse),
+                                TEST_ENTRY(a_group_counts_each_byte_once),
+                                TEST_ENTRY(value_bytes_where_heads_differ),
                                 TEST_ENTRY(long_sequences),
                                 TEST_ENTRY(chunk_equals_one_at_a_time),
                                 TEST_ENTRY(batch_equals_sequences_alone),

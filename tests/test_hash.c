@@ -77,7 +77,8 @@ static config config_of(int number) {
 
 static int case_count(void) {
     int policies = 0;
-    while (strcmp(ekv_policy_name((ekv_policy)policies), "?") != 0) policies++;
+    while (strcmp(ekv_policy_name((ekv_policy)policies), "?") != 0)
+        policies++;
     return policies * CASES_PER_POLICY;
 }
 
@@ -88,11 +89,14 @@ static uint64_t next(uint64_t *state) {
     x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
     return x ^ (x >> 31);
 }
-static float uniform(uint64_t *state) { return (float)(next(state) >> 40) * 0x1p-24f; }
+static float uniform(uint64_t *state) {
+    return (float)(next(state) >> 40) * 0x1p-24f;
+}
 static float rough_normal(uint64_t *state) {
     const uint64_t bits = next(state);
     int sum = 0;
-    for (int i = 0; i < 4; i++) sum += (int)(bits >> (16 * i) & 0xffff);
+    for (int i = 0; i < 4; i++)
+        sum += (int)(bits >> (16 * i) & 0xffff);
     return (float)(sum - 2 * 65535) * (1.7320508f / 65536.0f);
 }
 
@@ -106,16 +110,19 @@ typedef struct hashes {
 } hashes;
 
 static void add(uint64_t *h, uint64_t word) {
-    for (int i = 0; i < 8; i++, word >>= 8) *h = (*h ^ (word & 0xff)) * 1099511628211u;
+    for (int i = 0; i < 8; i++, word >>= 8)
+        *h = (*h ^ (word & 0xff)) * 1099511628211u;
 }
 static void add_double(uint64_t *h, double x) {
     uint64_t bits;
-    if (isnan(x)) x = NAN;
+    if (isnan(x))
+        x = NAN;
     memcpy(&bits, &x, sizeof bits);
     add(h, isnan(x) ? UINT64_C(0x7ff8000000000000) : bits); /* a NaN's sign and payload differ between processors */
 }
 static void add_floats(uint64_t *h, const float *x, int64_t n) {
-    for (int64_t i = 0; i < n; i++) add_double(h, (double)x[i]);
+    for (int64_t i = 0; i < n; i++)
+        add_double(h, (double)x[i]);
 }
 
 static void add_report(uint64_t *h, const ekv_report *r) {
@@ -125,7 +132,8 @@ static void add_report(uint64_t *h, const ekv_report *r) {
     const int64_t words[] = {r->support,     r->tokens,           r->pages,       r->group_pages,
                              r->total_pages, r->bytes_statistics, r->bytes_keys,  r->bytes_values,
                              r->bytes_dense, r->certified,        r->bytes_sketch};
-    for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) add(h, (uint64_t)words[i]);
+    for (size_t i = 0; i < sizeof words / sizeof words[0]; i++)
+        add(h, (uint64_t)words[i]);
 }
 
 /* ---- A case ----------------------------------------------------------------------------------------------------------- */
@@ -159,7 +167,8 @@ static void fill_kv(const config *c, memory *m, uint64_t *state) {
                 const float x = rough_normal(state), shared = rough_normal(&cluster);
                 dtype_store(c->dtype, m->k, row * c->k_dim + d, c->clustered ? 0.4f * x + shared : x);
             }
-            for (int32_t d = 0; d < c->v_dim; d++) dtype_store(c->dtype, m->v, row * c->v_dim + d, rough_normal(state));
+            for (int32_t d = 0; d < c->v_dim; d++)
+                dtype_store(c->dtype, m->v, row * c->v_dim + d, rough_normal(state));
         }
 }
 
@@ -205,7 +214,8 @@ static memory make_memory(const config *c) {
     m.bounds = get(m.rows * m.pages, sizeof *m.bounds);
     m.mean = get(m.rows * m.pages, sizeof *m.mean);
     m.deviation = get(m.rows * m.pages, sizeof *m.deviation);
-    for (int64_t p = 0; p < m.pages; p++) m.table[p] = (int32_t)(m.pages - 1 - p);
+    for (int64_t p = 0; p < m.pages; p++)
+        m.table[p] = (int32_t)(m.pages - 1 - p);
     m.kv = ekv_kv_default();
     m.kv.dtype = c->dtype;
     m.kv.kv_heads = c->kv_heads;
@@ -223,15 +233,19 @@ static memory make_memory(const config *c) {
     m.kv.v_block_stride = m.kv.v_head_stride * c->kv_heads;
     fill_kv(c, &m, &state);
     const float spread = c->k_dim == 1 ? 1.0f : 2.5f;
-    for (int64_t i = 0; i < m.rows * c->k_dim; i++) dtype_store(c->q_dtype, m.q, i, spread * rough_normal(&state));
-    for (int32_t h = 0; h < q_heads; h++) m.slopes[h] = h % 3 == 2 ? 0.0f : 0.5f * uniform(&state);
-    for (int64_t i = 0; i < m.rows * m.pages; i++) m.mask[i] = uniform(&state) < 0.3f;
+    for (int64_t i = 0; i < m.rows * c->k_dim; i++)
+        dtype_store(c->q_dtype, m.q, i, spread * rough_normal(&state));
+    for (int32_t h = 0; h < q_heads; h++)
+        m.slopes[h] = h % 3 == 2 ? 0.0f : 0.5f * uniform(&state);
+    for (int64_t i = 0; i < m.rows * m.pages; i++)
+        m.mask[i] = uniform(&state) < 0.3f;
     return m;
 }
 
 static void free_memory(memory *m) {
     void *const all[] = {m->k, m->v, m->q, m->out, m->table, m->mask, m->selected, m->report, m->bounds, m->mean, m->deviation};
-    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) free(all[i]);
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
+        free(all[i]);
 }
 
 /* Scores of up to 200 tokens and 8 rows by the kernel itself. */
@@ -260,7 +274,8 @@ static uint64_t hash_scores(const config *c, const memory *m, const ekv_kernels 
         }
         ekv_score_args a = {rows, slope, q_token, count, keys, token, n, c->k_dim, z};
         kernels->score[c->dtype](&a);
-        for (int r = 0; r < count; r++) add_floats(&h, z + r * EKV_TILE, n);
+        for (int r = 0; r < count; r++)
+            add_floats(&h, z + r * EKV_TILE, n);
     }
     return h;
 }
@@ -274,7 +289,8 @@ static ekv_index *make_index(const config *c, memory *m, ekv_context *context) {
     p.v_dim = c->v_dim;
     p.page_size = c->page_size;
     p.blocks = m->pages;
-    if (c->policy == EKV_POLICY_CERTIFIED && c->page_size % 16 == 0) p.statistics |= EKV_STATISTICS_SKETCH;
+    if (c->policy == EKV_POLICY_CERTIFIED && c->page_size % 16 == 0)
+        p.statistics |= EKV_STATISTICS_SKETCH;
     EXPECT_OK(context, ekv_index_create(context, &p, NULL, 0, &index));
     EXPECT_OK(context, ekv_index_update(context, index, &m->kv, m->table, 0, c->length, c->length));
     return index;
@@ -282,7 +298,8 @@ static ekv_index *make_index(const config *c, memory *m, ekv_context *context) {
 
 static hashes hash_case(const config *c, memory *m, ekv_context *context, const ekv_kernels *kernels) {
     hashes h;
-    for (int i = 0; i < FIELDS; i++) h.field[i] = 14695981039346656037u;
+    for (int i = 0; i < FIELDS; i++)
+        h.field[i] = 14695981039346656037u;
     ekv_index *index = make_index(c, m, context);
     set_step(c, m);
     m->step.index = index;
@@ -291,19 +308,23 @@ static hashes hash_case(const config *c, memory *m, ekv_context *context, const 
     if (c->policy != EKV_POLICY_CERTIFIED) /* which selects no pages: its report says what it read */
         EXPECT_OK(context, ekv_select_pages(context, &m->step, m->selected, m->pages));
     EXPECT_OK(context, ekv_decode(context, &m->step));
-    for (int64_t i = 0; i < m->rows * c->v_dim; i++) add_double(&h.field[OUT], dtype_load(c->out_dtype, m->out, i));
+    for (int64_t i = 0; i < m->rows * c->v_dim; i++)
+        add_double(&h.field[OUT], dtype_load(c->out_dtype, m->out, i));
     h.field[SCORES] = hash_scores(c, m, kernels);
     add_floats(&h.field[BOUNDS], m->bounds, m->rows * m->pages);
     add_floats(&h.field[MOMENTS], m->mean, m->rows * m->pages);
     add_floats(&h.field[MOMENTS], m->deviation, m->rows * m->pages);
-    for (int64_t i = 0; i < m->rows * m->pages; i++) add(&h.field[SELECTED], m->selected[i]);
-    for (int64_t i = 0; i < m->rows; i++) add_report(&h.field[REPORT], &m->report[i]);
+    for (int64_t i = 0; i < m->rows * m->pages; i++)
+        add(&h.field[SELECTED], m->selected[i]);
+    for (int64_t i = 0; i < m->rows; i++)
+        add_report(&h.field[REPORT], &m->report[i]);
     ekv_index_destroy(index);
     return h;
 }
 
 static void print_line(FILE *file, const config *c, const hashes *h) {
-    for (int i = 0; i < FIELDS; i++) fprintf(file, "%016" PRIx64 " ", h->field[i]);
+    for (int i = 0; i < FIELDS; i++)
+        fprintf(file, "%016" PRIx64 " ", h->field[i]);
     fprintf(file, "%s\n", c->name);
 }
 
@@ -329,7 +350,8 @@ static hashes *read_hashes(void) {
         char *at = line;
         EXPECT(read_line(file, line, sizeof line), "%s ends before case %d, \"%s\": write it anew with --update", HASH_FILE, i,
                c.name);
-        for (int f = 0; f < FIELDS; f++) all[i].field[f] = strtoull(at, &at, 16);
+        for (int f = 0; f < FIELDS; f++)
+            all[i].field[f] = strtoull(at, &at, 16);
         EXPECT(*at == ' ' && strcmp(at + 1, c.name) == 0,
                "case %d of %s is \"%s\", expected \"%s\": write it anew with --update", i, HASH_FILE, at, c.name);
     }
@@ -346,7 +368,8 @@ START_TEST(update) {
     EXPECT(file != NULL, "cannot write %s", HASH_FILE);
     fprintf(file, "# Hashes of a fixed list of cases, which every CPU backend reproduces: see tests/test_hash.c.\n"
                   "# SPDX-License-Identifier: Apache-2.0\n#");
-    for (int f = 0; f < FIELDS; f++) fprintf(file, " %s,", field_names[f]);
+    for (int f = 0; f < FIELDS; f++)
+        fprintf(file, " %s,", field_names[f]);
     fprintf(file, " case\n");
     for (int i = 0; i < case_count(); i++) {
         const config c = config_of(i);
@@ -379,9 +402,11 @@ static int check_backend(const hashes *expected, const char *backend) {
     int checked = 0;
     for (int i = (int)case_first(); i < case_end(case_count()); i++) {
         const config c = config_of(i);
-        if (c.sleef && !EKV_WITH_SLEEF) continue;
+        if (c.sleef && !EKV_WITH_SLEEF)
+            continue;
         memory m = make_memory(&c);
-        for (size_t t = 0; t < sizeof threads / sizeof threads[0]; t++) check_case(&c, &m, &expected[i], backend, threads[t]);
+        for (size_t t = 0; t < sizeof threads / sizeof threads[0]; t++)
+            check_case(&c, &m, &expected[i], backend, threads[t]);
         free_memory(&m);
         checked++;
     }
@@ -392,7 +417,8 @@ START_TEST(every_backend_reproduces_the_hashes) {
     hashes *expected = read_hashes();
     ekv_backend_info info = {.size = sizeof info};
     for (int32_t b = 0; ekv_backend(b, &info) == EKV_OK; b++) {
-        if (!info.available || strcmp(info.name, "reference") == 0) continue;
+        if (!info.available || strcmp(info.name, "reference") == 0)
+            continue;
         const int checked = check_backend(expected, info.name);
         printf("hash: %s reproduces %d of %d cases on 1, 2, 3, 5, 8 and 16 threads%s\n", info.name, checked, case_count(),
                EKV_WITH_SLEEF ? "" : "; without SLEEF the cases that need exp, pow or erfc are left out");
@@ -405,6 +431,7 @@ END_TEST
 int main(int argc, char **argv) {
     const test_entry tests[] = {TEST_ENTRY(every_backend_reproduces_the_hashes)};
     const test_entry updates[] = {TEST_ENTRY(update)};
-    if (argc > 1 && strcmp(argv[1], "--update") == 0) return HARNESS_MAIN("test_hash --update", updates);
+    if (argc > 1 && strcmp(argv[1], "--update") == 0)
+        return HARNESS_MAIN("test_hash --update", updates);
     return HARNESS_MAIN("test_hash", tests);
 }

@@ -151,7 +151,8 @@ static void check_quota(const char *what, double expected, ...) {
     va_list list;
     const tree t = tree_make();
     va_start(list, expected);
-    for (const char *name; (name = va_arg(list, const char *));) tree_write(&t, name, va_arg(list, const char *));
+    for (const char *name; (name = va_arg(list, const char *));)
+        tree_write(&t, name, va_arg(list, const char *));
     va_end(list);
     const double quota = ekv_cpu_quota(t.root, t.self);
     EXPECT(fabs(quota - expected) < 1e-12, "%s: quota %g, expected %g", what, quota, expected);
@@ -199,7 +200,8 @@ START_TEST(default_threads_respect_the_mask) {
     cpu_set_t before, one;
     EXPECT(sched_getaffinity(0, sizeof before, &before) == 0, "sched_getaffinity");
     int first = 0;
-    while (!CPU_ISSET(first, &before)) first++;
+    while (!CPU_ISSET(first, &before))
+        first++;
     CPU_ZERO(&one);
     CPU_SET(first, &one);
     EXPECT(sched_setaffinity(0, sizeof one, &one) == 0, "sched_setaffinity");
@@ -218,8 +220,10 @@ static void run_step(ekv_context *context, float out[4][8]) {
     const int32_t length = TOKENS;
     ekv_kv kv = ekv_kv_default();
     ekv_decode_params step = ekv_decode_params_default();
-    for (int i = 0; i < TOKENS * DIM * HEADS; i++) k[i] = (float)((i * 37) % 101) * 0.015625f - 0.75f; /* exact */
-    for (int i = 0; i < HEADS * DIM; i++) q[i] = (float)(i % 7) * 0.25f - 1.0f;
+    for (int i = 0; i < TOKENS * DIM * HEADS; i++)
+        k[i] = (float)((i * 37) % 101) * 0.015625f - 0.75f; /* exact */
+    for (int i = 0; i < HEADS * DIM; i++)
+        q[i] = (float)(i % 7) * 0.25f - 1.0f;
     kv.dtype = EKV_F32;
     kv.kv_heads = HEADS;
     kv.k_dim = kv.v_dim = DIM;
@@ -284,7 +288,8 @@ static void *create_and_run(void *arg) {
     ekv_context_params params = ekv_context_params_default();
     ekv_context *context = NULL;
     params.threads = 1;
-    if (ekv_context_create(&params, &context, NULL, 0) != EKV_OK) return NULL;
+    if (ekv_context_create(&params, &context, NULL, 0) != EKV_OK)
+        return NULL;
     run_step(context, out);
     ekv_context_destroy(context);
     return arg;
@@ -294,7 +299,8 @@ START_TEST(first_use_by_many_threads) {
     enum { THREADS = 12 };
     pthread_t thread[THREADS];
     int mark[THREADS];
-    for (int i = 0; i < THREADS; i++) EXPECT(pthread_create(&thread[i], NULL, create_and_run, &mark[i]) == 0, "thread %d", i);
+    for (int i = 0; i < THREADS; i++)
+        EXPECT(pthread_create(&thread[i], NULL, create_and_run, &mark[i]) == 0, "thread %d", i);
     for (int i = 0; i < THREADS; i++) {
         void *result = NULL;
         pthread_join(thread[i], &result);

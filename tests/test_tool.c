@@ -87,7 +87,8 @@ static void write_case(const char *header, const float *data, size_t count) {
     snprintf(path, sizeof path, "%s/case.safetensors", folder);
     FILE *file = fopen(path, "wb");
     EXPECT(file != NULL, "%s", path);
-    for (int i = 0; i < 4; i++) length[i] = (unsigned char)(strlen(header) >> (8 * i));
+    for (int i = 0; i < 4; i++)
+        length[i] = (unsigned char)(strlen(header) >> (8 * i));
     fwrite(length, 1, sizeof length, file);
     fputs(header, file);
     fwrite(data, sizeof *data, count, file);

@@ -390,6 +390,9 @@ void backends_open(backend_set *set, int32_t threads) {
         if (ekv_backend(i, &info) != EKV_OK) {
             break;
         }
+        if (strcmp(info.name, "cuda") == 0) { /* takes device pointers: bench/gpu/check.c tests it */
+            continue;
+        }
         if (!info.compiled || !info.available) {
             printf(" [%s not run: %s]", info.name, info.compiled ? "not available here" : "not compiled");
             continue;

@@ -38,7 +38,8 @@ struct ekv_context {
     void *parallel_user;
     int32_t threads;
     bool fixed_scratch;
-    const ekv_kernels *kernels; /* NULL: the reference */
+    const ekv_kernels *kernels; /* NULL: the reference.  Backend cuda: those of the best CPU backend, for ekv_entmax */
+    void *cuda;                 /* the CUDA backend's state, or NULL: cuda/host.c */
     const char *backend;
     char reason[160];
     void *scratch;
@@ -52,6 +53,8 @@ struct ekv_index {
     void *memory;
     size_t memory_bytes;
     bool owned;
+    bool on_device;                  /* memory is that of a CUDA device */
+    int device;
     size_t box_bytes, moments_bytes; /* per page and head, 0 when not kept */
     char *boxes, *moments;           /* [kv_heads][blocks] */
     float *norms;                    /* [kv_heads][blocks][2]: keys, values */

@@ -120,11 +120,15 @@ static void exact_weights(double alpha, std::vector<double> &s) {
     for (double &x : s) x = x > low ? pow(x - low, beta) : 0.0;
 }
 
+extern "C" int ekv_cuda_tune_waves, ekv_cuda_tune_overlap;
+
 struct options {
     int heads = 16, group = 1, dim = 128, page = 16;
     bool by_heads = true, clusters = false;
     int64_t most = 1 << 20;
     const char *only = nullptr;
+    int64_t least = 4096;
+    bool shuffled = true;
 };
 
 struct bench {
@@ -281,6 +285,10 @@ static options parse(int argc, char **argv) {
         if (!strncmp(argv[i], "data=", 5)) o.clusters = !strcmp(value, "clusters");
         if (!strncmp(argv[i], "max=", 4)) o.most = atoll(value);
         if (!strncmp(argv[i], "only=", 5)) o.only = value;
+        if (!strncmp(argv[i], "waves=", 6)) ekv_cuda_tune_waves = atoi(value);
+        if (!strncmp(argv[i], "overlap=", 8)) ekv_cuda_tune_overlap = atoi(value);
+        if (!strncmp(argv[i], "least=", 6)) o.least = atoll(value);
+        if (!strncmp(argv[i], "table=", 6)) o.shuffled = strcmp(value, "linear") != 0;
     }
     return o;
 }
@@ -320,7 +328,8 @@ int main(int argc, char **argv) {
     fill<<<132 * 8, 256>>>(b.v, elements, 2ull << 40, nullptr, (int)dim, page, heads, b.o.by_heads);
     b.host_table.resize(blocks);
     uint64_t r = 12345;
-    for (int64_t i = 0; i < blocks; i++) { /* shuffled blocks */
+    for (int64_t i = 0; i < blocks; i++) b.host_table[i] = (int)i;
+    for (int64_t i = 0; b.o.shuffled && i < blocks; i++) {
         r = r * 6364136223846793005ull + 1442695040888963407ull;
         const int64_t j = (int64_t)((r >> 33) % (uint64_t)(i + 1));
         b.host_table[i] = b.host_table[j];
@@ -349,7 +358,7 @@ int main(int argc, char **argv) {
     printf("policy      tokens  graph ms  calls ms         MB   dense  floor ms   share   support  rel error\n");
     const char *const policies[] = {"softmax", "full", "gaussian", "topk"};
     for (const char *policy : policies)
-        for (int64_t n = 4096; n <= b.o.most; n *= n == 4096 ? 8 : n == 524288 ? 2 : 4)
+        for (int64_t n = b.o.least; n <= b.o.most; n *= n == 4096 ? 8 : n == 524288 ? 2 : 4)
             if (!b.o.only || !strcmp(b.o.only, policy)) row(b, policy, n);
     ekv_index_destroy(b.index);
     ekv_context_destroy(b.context);

@@ -18,6 +18,31 @@
 #define LIST_MARGIN 0x1p-12 /* z units: left below a lower bound of tau, so that f32 rounding never drops a candidate */
 #define TAU_SLACK 0x1p-30
 
+/* ---- kernels that follow each other ---- */
+
+/* First statement of every kernel of a step.  The next kernel may be brought to the multiprocessors from here on; it waits in its own
+ * begin_kernel for all of this one to be done and visible.  Nothing is read or written before that. */
+__device__ __forceinline__ void begin_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* Launches a kernel of a step; where the device can, its start overlaps the end of the one before. */
+inline cudaError_t start(void (*kernel)(const ekv_cuda_step), const ekv_cuda_step &s, long long blocks, unsigned threads, void *stream) {
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)blocks);
+    config.blockDim = dim3(threads);
+    config.stream = (cudaStream_t)stream;
+    config.attrs = &attribute;
+    config.numAttrs = s.overlap ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel, s);
+}
+
 /* ---- items and rows ---- */
 
 struct item_info {
@@ -34,16 +59,17 @@ struct row_info {
     int n, q_token;  /* tokens that it sees; its own index */
     int active;      /* the row exists */
     int softmax;
+    int power;           /* the smallest whole number >= beta, at least 1; 65 for all above 64 */
     float slope, factor; /* z units; what the query is multiplied by */
     double alpha;
 };
 
-__device__ __forceinline__ item_info describe_item(const ekv_cuda_step &s, long long item) {
+__device__ __forceinline__ item_info describe_item(const ekv_cuda_step &s, long long index) {
     item_info it;
-    it.head = (int)(item % s.kv_heads);
-    const long long rest = item / s.kv_heads;
-    it.first_row = (int)(rest % s.row_blocks) * s.rows;
-    it.sequence = (int)(rest / s.row_blocks);
+    const unsigned item = (unsigned)index, rest = item / (unsigned)s.kv_heads; /* 32 bits: host.c sees to it */
+    it.head = (int)(item % (unsigned)s.kv_heads);
+    it.first_row = (int)(rest % (unsigned)s.row_blocks) * s.rows;
+    it.sequence = (int)(rest / (unsigned)s.row_blocks);
     it.begin = s.q_start ? s.q_start[it.sequence] : it.sequence;
     it.queries = (s.q_start ? s.q_start[it.sequence + 1] : it.sequence + 1) - it.begin;
     it.length = s.lengths[it.sequence];
@@ -71,6 +97,8 @@ __device__ __forceinline__ row_info describe_row(const ekv_cuda_step &s, const i
     row.alpha = h.alpha;
     row.softmax = h.alpha < EKV_CUDA_SOFTMAX_BELOW;
     const double factor = row.softmax ? 1.0 : h.alpha - 1.0;
+    const double beta = 1.0 / factor;
+    row.power = beta > 65.0 ? 65 : beta <= 1.0 ? 1 : (int)ceil(beta - 1e-9);
     row.factor = (float)(factor * (double)h.scale);
     row.slope = (float)(factor * (double)h.slope);
     return row;
@@ -85,6 +113,12 @@ __device__ __forceinline__ int block_of(const ekv_cuda_step &s, const item_info 
 /* Tokens of a page that a row which sees n tokens sees. */
 __device__ __forceinline__ int page_tokens(const ekv_cuda_step &s, int n, int page) {
     return min(s.page_size, n - (page << s.page_shift));
+}
+
+/* topk and gaussian: the last page, the first pages, the recent window; pages without statistics are forced by their NaN. */
+__device__ __forceinline__ bool forced(const ekv_cuda_step &s, int n, int pages, int page) {
+    if (page == pages - 1 || page < s.first_pages) return true;
+    return s.recent_tokens > 0 && page >= max(0, n - s.recent_tokens) >> s.page_shift;
 }
 
 /* 1, 2 or 3 if beta is that number (alpha = 2, 3/2, 4/3), else 0. */

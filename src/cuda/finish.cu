@@ -3,7 +3,7 @@
  * and the report.
  *
  * The solution is canonical (src/cpu/entmax.h): it has the same bits for every list that contains the support.  Sums over the support
- * are taken by rank, thread t of FINISH_THREADS adding the ranks t, t + FINISH_THREADS, ...; values are summed by rank too, in units
+ * are taken by rank, thread t of a team of N adding the ranks t, t + N, ...; values are summed by rank too, in units
  * of EKV_CUDA_SUPER ranks, so that it does not matter how many blocks share the work.  The sum that decides about a doubtful token
  * (step 2 there) is taken in fixed point, where order does not matter.
  *
@@ -18,7 +18,48 @@ constexpr int HELD = 2048; /* candidates that are kept in shared memory */
 constexpr int PER_THREAD = 4; /* list entries that a thread takes at once when a list is compacted */
 constexpr int MAX_SEGMENTS = EKV_CUDA_MAX_SPLITS * EKV_CUDA_WARPS;
 
+constexpr int SMALL = 256; /* lists of up to this size are the work of one warp: barriers and long sums would take most of the time */
+
 typedef block_reduce<FINISH_THREADS> finish_reduce;
+
+/* Who solves a row: one warp, or the block.  Sums and maxima come back in all threads of the team. */
+struct warp_team {
+    static constexpr int SIZE = 32;
+    __device__ __forceinline__ int rank() const { return threadIdx.x & 31; }
+    __device__ __forceinline__ void sync() { __syncwarp(); }
+    __device__ __forceinline__ void sum2(double &x, double &y) {
+        x = warp_sum(x);
+        y = warp_sum(y);
+    }
+    __device__ __forceinline__ double max1(double x) {
+#pragma unroll
+        for (int m = 16; m > 0; m >>= 1) x = fmax(x, __shfl_xor_sync(ALL_LANES, x, m));
+        return x;
+    }
+    __device__ __forceinline__ unsigned long long sum_u64(unsigned long long x) { return warp_sum(x); }
+    __device__ __forceinline__ int prefix(int x, int &total) {
+        int sum = x;
+#pragma unroll
+        for (int m = 1; m < 32; m <<= 1) {
+            const int other = __shfl_up_sync(ALL_LANES, sum, m);
+            if (rank() >= m) sum += other;
+        }
+        total = __shfl_sync(ALL_LANES, sum, 31);
+        return sum - x;
+    }
+};
+
+struct block_team {
+    static constexpr int SIZE = FINISH_THREADS;
+    finish_reduce *reduce;
+    int turn;
+    __device__ __forceinline__ int rank() const { return threadIdx.x; }
+    __device__ __forceinline__ void sync() { __syncthreads(); }
+    __device__ __forceinline__ void sum2(double &x, double &y) { reduce->sum2(x, y, turn); }
+    __device__ __forceinline__ double max1(double x) { return reduce->max1(x, turn); }
+    __device__ __forceinline__ unsigned long long sum_u64(unsigned long long x) { return reduce->sum_u64(x, turn); }
+    __device__ __forceinline__ int prefix(int x, int &total) { return reduce->prefix(x, total, turn); }
+};
 
 /* A row's list: in shared memory if it is short, else where the scan left it. */
 struct row_list {
@@ -141,15 +182,15 @@ __device__ int gather_candidates(const ekv_cuda_step &s, long long slot, const i
 }
 
 /* Keeps the entries with z >= lowest, in place and in order; returns their number. */
-__device__ int compact_support(row_list &a, float lowest, finish_reduce *reduce, int &turn) {
+template <typename Team> __device__ int compact_support(row_list &a, float lowest, Team &team) {
     int kept = 0;
-    for (int base = 0; base < a.n; base += FINISH_THREADS * PER_THREAD) {
+    for (int base = 0; base < a.n; base += Team::SIZE * PER_THREAD) {
         float my_z[PER_THREAD];
         int my_token[PER_THREAD], mine = 0;
         uint32_t keep = 0;
 #pragma unroll
         for (int i = 0; i < PER_THREAD; i++) {
-            const int at = base + threadIdx.x * PER_THREAD + i;
+            const int at = base + team.rank() * PER_THREAD + i;
             if (at >= a.n) continue;
             my_z[i] = a.z[at];
             my_token[i] = a.token[at];
@@ -158,7 +199,7 @@ __device__ int compact_support(row_list &a, float lowest, finish_reduce *reduce,
             mine += k;
         }
         int sum;
-        int to = kept + reduce->prefix(mine, sum, turn);
+        int to = kept + team.prefix(mine, sum);
 #pragma unroll
         for (int i = 0; i < PER_THREAD; i++) {
             if (!(keep >> i & 1)) continue;
@@ -166,8 +207,8 @@ __device__ int compact_support(row_list &a, float lowest, finish_reduce *reduce,
             a.token[to++] = my_token[i];
         }
         kept += sum;
+        team.sync();
     }
-    __syncthreads();
     return kept;
 }
 
@@ -178,25 +219,25 @@ __device__ __forceinline__ double beta_power(double t, double beta, int whole) {
 }
 
 /* Sums of t^beta and of t^(beta - 1) over t = d - tau > 0, by position in the list. */
-__device__ void list_sums(const row_list &a, double z_max, double tau, double beta, int whole, double &s0, double &s1,
-                          finish_reduce *reduce, int &turn) {
+template <typename Team> __device__ void list_sums(const row_list &a, double z_max, double tau, double beta, int whole, double &s0, double &s1,
+                          Team &team) {
     s0 = s1 = 0.0;
-    for (int i = threadIdx.x; i < a.n; i += FINISH_THREADS) {
+    for (int i = team.rank(); i < a.n; i += Team::SIZE) {
         const double t = (double)a.z[i] - z_max - tau;
         if (!(t > 0.0)) continue;
         const double p = beta_power(t, beta, whole);
         s0 += p;
         s1 += whole == 1 ? 1.0 : whole == 2 ? t : whole == 3 ? t * t : p / fmax(t, 1e-300);
     }
-    reduce->sum2(s0, s1, turn);
+    team.sum2(s0, s1);
 }
 
 /* beta >= 1: Newton from the left on the norm, which never passes the root. */
-__device__ double newton_from_left(const row_list &a, double z_max, double beta, int whole, double tau, double enough,
-                                   finish_reduce *reduce, int &turn) {
+template <typename Team> __device__ double newton_from_left(const row_list &a, double z_max, double beta, int whole, double tau, double enough,
+                                   Team &team) {
     for (int step = 0; step < 100; step++) {
         double s0, s1;
-        list_sums(a, z_max, tau, beta, whole, s0, s1, reduce, turn);
+        list_sums(a, z_max, tau, beta, whole, s0, s1, team);
         const double target = whole == 1 ? 1.0 : whole == 2 ? sqrt(s0) : pow(s0, 1.0 - 1.0 / beta);
         const double delta = (s0 - target) / s1;
         if (!(tau + delta > tau)) break;
@@ -207,11 +248,11 @@ __device__ double newton_from_left(const row_list &a, double z_max, double beta,
 }
 
 /* beta < 1: the sum is not convex; Newton steps inside a bracket that is halved when they leave it. */
-__device__ double safeguarded(const row_list &a, double z_max, double beta, double low, double high, finish_reduce *reduce, int &turn) {
+template <typename Team> __device__ double safeguarded(const row_list &a, double z_max, double beta, double low, double high, Team &team) {
     double tau = low;
     for (int step = 0; step < 200; step++) {
         double s0, s1;
-        list_sums(a, z_max, tau, beta, 0, s0, s1, reduce, turn);
+        list_sums(a, z_max, tau, beta, 0, s0, s1, team);
         if (s0 >= 1.0)
             low = tau;
         else
@@ -226,29 +267,29 @@ __device__ double safeguarded(const row_list &a, double z_max, double beta, doub
 
 /* Whether a token of score z would belong: sum over z_j > z of (z_j - z)^beta < 1, in units of 2^-52.  Near tau the sum is near 1, so
  * it does not overflow; terms are clamped so that it cannot. */
-__device__ bool belongs(const row_list &a, float z, double beta, int whole, finish_reduce *reduce, int &turn) {
+template <typename Team> __device__ bool belongs(const row_list &a, float z, double beta, int whole, Team &team) {
     unsigned long long sum = 0;
-    for (int i = threadIdx.x; i < a.n; i += FINISH_THREADS) {
+    for (int i = team.rank(); i < a.n; i += Team::SIZE) {
         const double t = (double)a.z[i] - (double)z;
         if (t > 0.0) sum += (unsigned long long)(fmin(beta_power(t, beta, whole), 2.0) * 0x1p52);
         sum = min(sum, 1ull << 53);
     }
-    return reduce->sum_u64(sum, turn) < 1ull << 52;
+    return team.sum_u64(sum) < 1ull << 52;
 }
 
 /* The lowest score that belongs to the support, given tau to within TAU_SLACK / 4. */
-__device__ float lowest_of_support(const row_list &a, double z_max, double tau, double beta, int whole, finish_reduce *reduce, int &turn) {
+template <typename Team> __device__ float lowest_of_support(const row_list &a, double z_max, double tau, double beta, int whole, Team &team) {
     double doubtful = 0.0, unused = 0.0;
-    for (int i = threadIdx.x; i < a.n; i += FINISH_THREADS) {
+    for (int i = team.rank(); i < a.n; i += Team::SIZE) {
         const double d = (double)a.z[i] - z_max;
         doubtful += d >= tau - TAU_SLACK && d <= tau + TAU_SLACK;
     }
-    reduce->sum2(doubtful, unused, turn);
+    team.sum2(doubtful, unused);
     if (doubtful == 0.0) return __double2float_ru(z_max + tau); /* nothing lies between tau and there, wherever it rounds */
     uint32_t low = order_of(__double2float_rd(z_max + tau - TAU_SLACK)), high = order_of(__double2float_ru(z_max + tau + TAU_SLACK));
     while (low + 1 < high) {
         const uint32_t middle = low + (high - low) / 2;
-        if (belongs(a, from_order(middle), beta, whole, reduce, turn))
+        if (belongs(a, from_order(middle), beta, whole, team))
             high = middle;
         else
             low = middle;
@@ -257,25 +298,25 @@ __device__ float lowest_of_support(const row_list &a, double z_max, double tau, 
 }
 
 /* tau - z_max from the support alone (step 3). */
-__device__ double tau_of_support(const row_list &a, double z_max, double beta, int whole, finish_reduce *reduce, int &turn) {
+template <typename Team> __device__ double tau_of_support(const row_list &a, double z_max, double beta, int whole, Team &team) {
     if (beta < 1.0) {
         double lowest = 0.0;
-        for (int i = threadIdx.x; i < a.n; i += FINISH_THREADS) lowest = fmin(lowest, (double)a.z[i] - z_max);
-        lowest = -reduce->max1(-lowest, turn);
-        return safeguarded(a, z_max, beta, -1.0, lowest, reduce, turn);
+        for (int i = team.rank(); i < a.n; i += Team::SIZE) lowest = fmin(lowest, (double)a.z[i] - z_max);
+        lowest = -team.max1(-lowest);
+        return safeguarded(a, z_max, beta, -1.0, lowest, team);
     }
-    if (whole == 0) return newton_from_left(a, z_max, beta, 0, -1.0, 0.0, reduce, turn);
+    if (whole == 0) return newton_from_left(a, z_max, beta, 0, -1.0, 0.0, team);
     const double n = (double)a.n;
     double sum = 0.0, unused = 0.0, squares = 0.0, cubes = 0.0;
-    for (int i = threadIdx.x; i < a.n; i += FINISH_THREADS) sum += (double)a.z[i] - z_max;
-    reduce->sum2(sum, unused, turn);
+    for (int i = team.rank(); i < a.n; i += Team::SIZE) sum += (double)a.z[i] - z_max;
+    team.sum2(sum, unused);
     const double mean = sum / n;
-    for (int i = threadIdx.x; i < a.n; i += FINISH_THREADS) {
+    for (int i = team.rank(); i < a.n; i += Team::SIZE) {
         const double c = (double)a.z[i] - z_max - mean;
         squares += c * c;
         cubes += c * c * c;
     }
-    reduce->sum2(squares, cubes, turn);
+    team.sum2(squares, cubes);
     if (whole == 1) return mean - 1.0 / n;
     if (whole == 2) {
         const double rest = 1.0 - squares;
@@ -291,40 +332,80 @@ __device__ double tau_of_support(const row_list &a, double z_max, double beta, i
     return mean - x;
 }
 
-/* Solves a list in place: on return it is the support with its weights.  tau is absolute; NaN for bad scores. */
-__device__ double solve(row_list &a, double alpha, float threshold, finish_reduce *reduce, int &turn) {
+/* Steps 1 and 2: the list becomes the support.  Returns its largest score; NaN if there is a NaN or +infinity, -infinity if nothing can
+ * have weight, and then the list is empty. */
+template <typename Team> __device__ double find_support(row_list &a, double alpha, float threshold, Team &team) {
     const double beta = 1.0 / (alpha - 1.0);
     const int whole = whole_beta(beta);
-    double top = -CUDART_INF, bad = 0.0, unused = 0.0;
-    for (int i = threadIdx.x; i < a.n; i += FINISH_THREADS) {
-        if (!(a.z[i] < CUDART_INF_F)) bad = 1.0;
-        top = fmax(top, (double)a.z[i]);
+    double top = -CUDART_INF;
+    for (int i = team.rank(); i < a.n; i += Team::SIZE) { /* +infinity stands for a NaN too */
+        const float z = a.z[i];
+        top = fmax(top, z < CUDART_INF_F ? (double)z : CUDART_INF);
     }
-    top = reduce->max1(top, turn);
-    reduce->sum2(bad, unused, turn);
-    if (bad > 0.0 || !(top > -CUDART_INF)) {
+    top = team.max1(top);
+    if (!(fabs(top) < CUDART_INF)) {
         a.n = 0;
-        return bad > 0.0 ? CUDART_NAN : -CUDART_INF;
+        return top > 0.0 ? CUDART_NAN : top;
     }
     double tau = fmax(-1.0, (double)threshold - top);
     if (beta < 1.0)
-        tau = safeguarded(a, top, beta, tau, -pow((double)a.n, 1.0 - alpha), reduce, turn);
+        tau = safeguarded(a, top, beta, tau, -pow((double)a.n, 1.0 - alpha), team);
     else
-        tau = newton_from_left(a, top, beta, whole, tau, 1e-13, reduce, turn);
-    const float lowest = lowest_of_support(a, top, tau, beta, whole, reduce, turn);
-    a.n = compact_support(a, lowest, reduce, turn);
-    tau = tau_of_support(a, top, beta, whole, reduce, turn);
-    double scale = 1.0;
+        tau = newton_from_left(a, top, beta, whole, tau, 1e-13, team);
+    a.n = compact_support(a, lowest_of_support(a, top, tau, beta, whole, team), team);
+    return top;
+}
+
+/* Step 3: weights and tau (absolute) from the support alone. */
+template <typename Team> __device__ double weigh_support(const row_list &a, double top, double alpha, Team &team) {
+    const double beta = 1.0 / (alpha - 1.0);
+    const int whole = whole_beta(beta);
+    const double tau = tau_of_support(a, top, beta, whole, team);
+    double scale = 1.0, unused = 0.0;
     if (beta < 1.0) { /* the slope is unbounded at tau, so the last rounding of tau shows: normalise */
         double sum = 0.0;
-        for (int i = threadIdx.x; i < a.n; i += FINISH_THREADS) sum += beta_power(fmax((double)a.z[i] - top - tau, 0.0), beta, whole);
-        reduce->sum2(sum, unused, turn);
+        for (int i = team.rank(); i < a.n; i += Team::SIZE) sum += beta_power(fmax((double)a.z[i] - top - tau, 0.0), beta, whole);
+        team.sum2(sum, unused);
         scale = 1.0 / sum;
     }
-    for (int i = threadIdx.x; i < a.n; i += FINISH_THREADS)
+    for (int i = team.rank(); i < a.n; i += Team::SIZE)
         a.weight[i] = (float)(beta_power(fmax((double)a.z[i] - top - tau, 0.0), beta, whole) * scale);
-    __syncthreads();
     return top + tau;
+}
+
+struct solution {
+    double top, tau;
+    int n;
+};
+
+/* Solves a list in place: on return it is the support with its weights.  tau is absolute; NaN for bad scores.  Which team takes step 3,
+ * and so the order of its sums, depends on the size of the support alone. */
+__device__ double solve(row_list &a, double alpha, float threshold, solution *shared, block_team &block) {
+    warp_team warp;
+    double top = 0.0, tau;
+    if (a.n <= SMALL) {
+        if (threadIdx.x < 32) {
+            top = find_support(a, alpha, threshold, warp);
+            tau = a.n > 0 ? weigh_support(a, top, alpha, warp) : top;
+            if (threadIdx.x == 0) *shared = {top, tau, a.n};
+        }
+        __syncthreads();
+        a.n = shared->n;
+        return shared->tau;
+    }
+    top = find_support(a, alpha, threshold, block);
+    if (a.n == 0) return top;
+    if (a.n > SMALL) {
+        tau = weigh_support(a, top, alpha, block);
+        __syncthreads();
+        return tau;
+    }
+    if (threadIdx.x < 32) {
+        tau = weigh_support(a, top, alpha, warp);
+        if (threadIdx.x == 0) shared->tau = tau;
+    }
+    __syncthreads();
+    return shared->tau;
 }
 
 /* ---- kernels ---- */
@@ -338,12 +419,17 @@ union finish_scratch {
 template <typename T, bool VEC> __global__ void __launch_bounds__(FINISH_THREADS) finish_rows(const ekv_cuda_step s) {
     __shared__ finish_scratch s_scratch;
     __shared__ finish_reduce s_reduce;
+    __shared__ solution s_solution;
     __shared__ float s_z[HELD], s_weight[HELD];
     __shared__ int s_token[HELD];
+    begin_kernel();
     const long long slot = blockIdx.x;
     const item_info it = describe_item(s, s.first_item + slot / s.rows);
     const row_info row = describe_row(s, it, (int)(slot % s.rows));
-    if (!row.active || row.softmax) return;
+    if (!row.active || row.softmax) {
+        if (threadIdx.x == 0) s.result[slot].support = 0;
+        return;
+    }
     const int segments = s.splits * EKV_CUDA_WARPS;
     int turn = 0, before = 0;
     for (int base = 0; base < segments; base += FINISH_THREADS) { /* prefix sums of the segments' counts */
@@ -364,7 +450,8 @@ template <typename T, bool VEC> __global__ void __launch_bounds__(FINISH_THREADS
     a.z = held ? s_z : s.list_z + slot * s.list_stride;
     a.token = held ? s_token : s.list_token + slot * s.list_stride;
     a.weight = held ? s_weight : s.weight + slot * s.list_stride;
-    double tau = solve(a, row.alpha, threshold, &s_reduce, turn);
+    block_team team = {&s_reduce, turn};
+    double tau = solve(a, row.alpha, threshold, &s_solution, team);
     if (it.invalid) tau = CUDART_NAN;
     if (threadIdx.x == 0) {
         s.result[slot] = {tau, a.n, CUDART_NAN, CUDART_NAN};
@@ -386,14 +473,13 @@ template <typename T, bool VEC> __global__ void __launch_bounds__(FINISH_THREADS
 template <typename T, bool VEC> __global__ void __launch_bounds__(FINISH_THREADS) sum_large(const ekv_cuda_step s) {
     __shared__ float s_sums[FINISH_THREADS * 8];
     __shared__ bool s_last;
-    const long long slot = blockIdx.x / s.value_splits;
-    const int split = blockIdx.x % s.value_splits;
+    begin_kernel();
+    const long long slot = blockIdx.x / (unsigned)s.value_splits;
+    const int split = (int)(blockIdx.x % (unsigned)s.value_splits), n = (int)s.result[slot].support;
+    if (n <= EKV_CUDA_SUPER) return; /* 0 for rows that do not exist and for softmax */
     const item_info it = describe_item(s, s.first_item + slot / s.rows);
     const row_info row = describe_row(s, it, (int)(slot % s.rows));
-    if (!row.active || row.softmax) return;
-    const ekv_cuda_result result = s.result[slot];
-    if (result.support <= EKV_CUDA_SUPER) return;
-    const int n = (int)result.support, units = (n + EKV_CUDA_SUPER - 1) / EKV_CUDA_SUPER;
+    const int units = (n + EKV_CUDA_SUPER - 1) / EKV_CUDA_SUPER;
     const int *token = s.list_token + slot * s.list_stride;
     const float *weight = s.weight + slot * s.list_stride;
     double out[2];
@@ -421,6 +507,7 @@ __global__ void __launch_bounds__(FINISH_THREADS) combine_softmax(const ekv_cuda
     __shared__ float s_factor[EKV_CUDA_MAX_SPLITS];
     __shared__ double s_part[FINISH_THREADS];
     __shared__ finish_reduce s_reduce;
+    begin_kernel();
     const long long slot = blockIdx.x;
     const item_info it = describe_item(s, s.first_item + slot / s.rows);
     const row_info row = describe_row(s, it, (int)(slot % s.rows));
@@ -480,6 +567,7 @@ __device__ __forceinline__ bool reads(const ekv_cuda_step &s, long long local_it
 /* The bound E on the mass of the unread pages, and whether they are proven to hold nothing (src/dispatch/mass.c); not tuned. */
 __global__ void __launch_bounds__(MASS_THREADS) bound_mass(const ekv_cuda_step s) {
     __shared__ block_reduce<MASS_THREADS> s_reduce;
+    begin_kernel();
     const long long slot = blockIdx.x, local_item = slot / s.rows;
     const int r = (int)(slot % s.rows);
     const item_info it = describe_item(s, s.first_item + local_item);
@@ -578,6 +666,7 @@ __device__ bool holds(const int *token, int n, int t) {
 
 __global__ void __launch_bounds__(MASS_THREADS) write_report(const ekv_cuda_step s) {
     __shared__ block_reduce<MASS_THREADS> s_reduce;
+    begin_kernel();
     const long long local_item = blockIdx.x, element = s.dtype == EKV_F32 ? 4 : 2;
     const item_info it = describe_item(s, s.first_item + local_item);
     int turn = 0;
@@ -654,17 +743,10 @@ template <typename T> bool values_aligned(const ekv_cuda_step &s) {
 }
 
 template <typename T> int launch_values(const ekv_cuda_step &s, bool large, cudaStream_t stream) {
-    const unsigned rows = (unsigned)(s.round_items * s.rows);
+    const long long rows = s.round_items * s.rows;
     const bool vec = values_aligned<T>(s);
-    if (large && vec)
-        sum_large<T, true><<<rows * s.value_splits, FINISH_THREADS, 0, stream>>>(s);
-    else if (large)
-        sum_large<T, false><<<rows * s.value_splits, FINISH_THREADS, 0, stream>>>(s);
-    else if (vec)
-        finish_rows<T, true><<<rows, FINISH_THREADS, 0, stream>>>(s);
-    else
-        finish_rows<T, false><<<rows, FINISH_THREADS, 0, stream>>>(s);
-    return (int)cudaGetLastError();
+    if (large) return (int)start(vec ? sum_large<T, true> : sum_large<T, false>, s, rows * s.value_splits, FINISH_THREADS, stream);
+    return (int)start(vec ? finish_rows<T, true> : finish_rows<T, false>, s, rows, FINISH_THREADS, stream);
 }
 
 int launch_by_type(const ekv_cuda_step &s, bool large, void *stream) {
@@ -680,16 +762,13 @@ extern "C" int ekv_cuda_launch_finish(const ekv_cuda_step *s, void *stream) { re
 extern "C" int ekv_cuda_launch_values(const ekv_cuda_step *s, void *stream) { return launch_by_type(*s, true, stream); }
 
 extern "C" int ekv_cuda_launch_combine(const ekv_cuda_step *s, void *stream) {
-    combine_softmax<<<(unsigned)(s->round_items * s->rows), FINISH_THREADS, 0, (cudaStream_t)stream>>>(*s);
-    return (int)cudaGetLastError();
+    return (int)start(combine_softmax, *s, s->round_items * s->rows, FINISH_THREADS, stream);
 }
 
 extern "C" int ekv_cuda_launch_mass(const ekv_cuda_step *s, void *stream) {
-    bound_mass<<<(unsigned)(s->round_items * s->rows), MASS_THREADS, 0, (cudaStream_t)stream>>>(*s);
-    return (int)cudaGetLastError();
+    return (int)start(bound_mass, *s, s->round_items * s->rows, MASS_THREADS, stream);
 }
 
 extern "C" int ekv_cuda_launch_report(const ekv_cuda_step *s, void *stream) {
-    write_report<<<(unsigned)s->round_items, MASS_THREADS, 0, (cudaStream_t)stream>>>(*s);
-    return (int)cudaGetLastError();
+    return (int)start(write_report, *s, s->round_items, MASS_THREADS, stream);
 }

@@ -24,8 +24,11 @@
 #define SCRATCH_CEILING ((size_t)2 << 30) /* a step that needs more runs in rounds */
 #define LEAST_TOKENS_PER_WARP 32
 
+int ekv_cuda_tune_waves = 4;
+int ekv_cuda_tune_overlap = 1;
+
 typedef struct ekv_cuda {
-    int device, multiprocessors;
+    int device, multiprocessors, major; /* major compute capability */
     cudaStream_t stream; /* of calls that have none of their own */
     void *scratch;
     size_t scratch_bytes;
@@ -82,7 +85,8 @@ ekv_status ekv_cuda_open(ekv_context *context, void *stream) {
     memset(c, 0, sizeof *c);
     c->device = device;
     c->stream = stream;
-    const cudaError_t error = cudaDeviceGetAttribute(&c->multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    cudaError_t error = cudaDeviceGetAttribute(&c->multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&c->major, cudaDevAttrComputeCapabilityMajor, device);
     if (error != cudaSuccess) {
         ekv_release(&context->allocator, c, sizeof *c);
         return fail_cuda(context, error, "cudaDeviceGetAttribute");
@@ -177,6 +181,7 @@ static void lay_out(ekv_cuda_step *s, const cut *u, const ekv_step *step, ekv_ar
     s->soft_values = ekv_take(arena, slots * soft * (size_t)s->v_dim, sizeof(float));
     s->page_a = ekv_take(arena, stats ? slots * pages : 0, sizeof(float));
     s->page_b = ekv_take(arena, stats ? slots * pages : 0, sizeof(float));
+    s->group_of_pages = ekv_take(arena, stats ? slots * (size_t)s->groups : 0, sizeof *s->group_of_pages);
     s->cut = ekv_take(arena, slots, sizeof *s->cut);
     const size_t reads = step->sparse ? items * (size_t)s->chunks : 0;
     s->read_page = ekv_take(arena, reads * (size_t)s->chunk_pages, sizeof(int32_t));
@@ -229,6 +234,7 @@ static void describe(const ekv_context *context, const ekv_step *step, ekv_cuda_
         s->box_bytes = (int64_t)index->box_bytes, s->moments_bytes = (int64_t)index->moments_bytes;
     }
     s->report = p->report;
+    s->overlap = state_of(context)->major >= 9 && ekv_cuda_tune_overlap;
     s->report_mass = p->report && p->report_mass && step->sparse;
     s->certify = p->report && step->bounds;
     /* Items, and blocks enough to fill the device some times over, each with work for its warps. */
@@ -236,13 +242,16 @@ static void describe(const ekv_context *context, const ekv_step *step, ekv_cuda_
     s->row_blocks = (int32_t)ekv_ceil_div((int64_t)p->max_queries * step->group, s->rows);
     u->items = (int64_t)p->batch * s->row_blocks * kv->kv_heads;
     const int64_t fill = (int64_t)state_of(context)->multiprocessors * (s->rows == 1 ? 4 : s->rows == 2 ? 3 : 2);
-    int64_t splits = ekv_ceil_div(2 * fill, ekv_max64(1, u->items));
+    int64_t splits = ekv_ceil_div(ekv_cuda_tune_waves * fill / 4, ekv_max64(1, u->items));
     splits = ekv_min64(splits, ekv_max64(1, p->max_length / (EKV_CUDA_WARPS * LEAST_TOKENS_PER_WARP)));
     s->splits = (int32_t)ekv_max64(1, ekv_min64(splits, EKV_CUDA_MAX_SPLITS));
     s->segment = ekv_ceil_div(s->max_pages, (int64_t)s->splits * EKV_CUDA_WARPS) * kv->page_size;
     s->list_stride = s->splits * EKV_CUDA_WARPS * s->segment;
     s->supers = ekv_ceil_div(p->max_length, EKV_CUDA_SUPER);
-    s->chunk_pages = (int32_t)(ekv_ceil_div(ekv_ceil_div(s->max_pages, EKV_CUDA_MAX_CHUNKS), 256) * 256);
+    s->groups = ekv_ceil_div(s->max_pages, EKV_CUDA_GROUP);
+    /* Chunks of pages: enough blocks to fill the device, each as much as a block's warps take at once or more. */
+    const int64_t per_chunk = ekv_max64(u->items * s->max_pages / (8 * state_of(context)->multiprocessors), ekv_ceil_div(s->max_pages, EKV_CUDA_MAX_CHUNKS));
+    s->chunk_pages = (int32_t)(ekv_max64(1, ekv_ceil_div(per_chunk, 256)) * 256);
     s->chunks = (int32_t)ekv_ceil_div(s->max_pages, s->chunk_pages);
 }
 

@@ -42,6 +42,17 @@ typedef struct ekv_cuda_cut {
     int32_t tie;
 } ekv_cuda_cut;
 
+/* What page_scores says about 32 pages of a row (those that the row sees).
+ * bounds: best is the largest bound among the pages that topk may choose, forced the number of the others.
+ * moments: sums over the pages of tokens * mean, of tokens * (deviation^2 + mean^2) and of mean + 1.5 deviation (all but the row's
+ * last page); best and reach the largest mean and mean + 40 deviation; forced is not 0 if a page is unknown or not finite. */
+#define EKV_CUDA_GROUP 32
+typedef struct ekv_cuda_group {
+    double sum, squares, typical;
+    float best, reach;
+    int32_t forced;
+} ekv_cuda_group;
+
 typedef struct ekv_cuda_result {
     double tau;
     int64_t support;
@@ -97,6 +108,8 @@ typedef struct ekv_cuda_step {
     float *soft_max, *soft_values; /* [slots][splits], [slots][splits][v_dim] */
     double *soft_sum;              /* [slots][splits] */
     float *page_a, *page_b;        /* [slots][max_pages] bounds, or means and deviations, z units; NaN: unknown page */
+    ekv_cuda_group *group_of_pages; /* [slots][groups] */
+    int64_t groups;
     ekv_cuda_cut *cut;             /* [slots] */
     int32_t *read_page;            /* [items][chunks * chunk_pages] the pages that some row reads, per chunk in order; NULL: all */
     uint32_t *read_mask;           /* which rows read it */
@@ -108,6 +121,7 @@ typedef struct ekv_cuda_step {
     void *query_a, *query_b;       /* ekv_page_bounds, ekv_page_moments, ekv_select_pages: where the answer goes */
     int64_t query_stride;
     int32_t query_kind;
+    int32_t overlap; /* the device can start a kernel while the one before it ends */
 } ekv_cuda_step;
 
 /* What the index kernels get. */

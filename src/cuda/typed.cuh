@@ -208,9 +208,10 @@ __global__ void __launch_bounds__(THREADS, (scan_shape<T, LPK, CH, R>::BLOCKS)) 
     __shared__ uint32_t s_floor[R]; /* order of the best threshold of the block's warps */
     __shared__ int s_prefix[EKV_CUDA_MAX_CHUNKS + 1];
 
+    begin_kernel();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int split = blockIdx.x % s.splits;
-    const long long local_item = blockIdx.x / s.splits;
+    const int split = (int)(blockIdx.x % (unsigned)s.splits);
+    const long long local_item = blockIdx.x / (unsigned)s.splits;
     const item_info it = describe_item(s, s.first_item + local_item);
     if (threadIdx.x < R) s_floor[threadIdx.x] = order_of(-CUDART_INF_F);
     if (lane < R) s_list[warp][lane] = {-CUDART_INF_F, -CUDART_INF_F, 0, 0};
@@ -250,12 +251,10 @@ __global__ void __launch_bounds__(THREADS, (scan_shape<T, LPK, CH, R>::BLOCKS)) 
                 z[r] = finish_score(z[r], s_row[r], r, token, u < exist, mask, block);
                 const bool keep = owner && !(z[r] <= threshold[r]);
                 if (__any_sync(ALL_LANES, keep)) {
-                    const double beta = 1.0 / (s_row[r].alpha - 1.0);
-                    const int power = beta > 65.0 ? 65 : beta <= 1.0 ? 1 : (int)ceil(beta - 1e-9);
                     const long long segment = (slot + r) * s.list_stride + mine * s.segment;
                     threshold[r] = fmaxf(threshold[r], append<CAPACITY, TILE>(&s_list[warp][r], s_list_z[warp][r], s_list_token[warp][r],
                                                                               s.list_z + segment, s.list_token + segment, keep, z[r],
-                                                                              token, power));
+                                                                              token, s_row[r].power));
                     if (lane == 0) atomicMax(&s_floor[r], order_of(threshold[r]));
                 }
             }
@@ -265,10 +264,8 @@ __global__ void __launch_bounds__(THREADS, (scan_shape<T, LPK, CH, R>::BLOCKS)) 
     /* A last, tighter bound from each warp; then everybody drops what the best of them rules out. */
     for (int r = 0; r < R; r++) {
         if (!s_row[r].active || s_row[r].softmax) continue;
-        const double beta = 1.0 / (s_row[r].alpha - 1.0);
-        const int power = beta > 65.0 ? 65 : beta <= 1.0 ? 1 : (int)ceil(beta - 1e-9);
         const warp_list w = s_list[warp][r];
-        const float floor = raise_floor(s_list_z[warp][r], w.count, w.z_max, w.floor, power);
+        const float floor = raise_floor(s_list_z[warp][r], w.count, w.z_max, w.floor, s_row[r].power);
         if (lane == 0) atomicMax(&s_floor[r], order_of(threshold_of(floor)));
     }
     __syncthreads();
@@ -303,9 +300,10 @@ __global__ void __launch_bounds__(THREADS, (R == 1 && sizeof(T) == 2 && CH == 1 
     __shared__ float s_scale[R];
     __shared__ float s_sum[THREADS * 8];
 
+    begin_kernel();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int split = blockIdx.x % s.splits;
-    const long long local_item = blockIdx.x / s.splits;
+    const int split = (int)(blockIdx.x % (unsigned)s.splits);
+    const long long local_item = blockIdx.x / (unsigned)s.splits;
     const item_info it = describe_item(s, s.first_item + local_item);
     load_rows<shape::DIM, R>(s, it, s_row, s_q);
     const int total = load_chunk_prefix(s, it, local_item, s_prefix);
@@ -435,6 +433,32 @@ __device__ __forceinline__ float bound_slack(int steps, float size, float bias) 
     return (2.0f * (float)steps + 16.0f) * 0x1p-24f * size + 0x1p-20f * fabsf(bias) + 0x1p-120f;
 }
 
+/* Sums up the 32 pages from p0 for one row: ekv_cuda_group.  By one warp. */
+template <bool BOUNDS> __device__ __forceinline__ void summarize(const ekv_cuda_step &s, const row_info &row, long long slot, int p0) {
+    const int lane = threadIdx.x & 31, page = p0 + lane, pages = (row.n + s.page_size - 1) >> s.page_shift;
+    if (p0 >= pages) return;
+    const bool there = page < pages;
+    const long long at = slot * s.max_pages + page;
+    const float a = there ? s.page_a[at] : 0.0f;
+    ekv_cuda_group sums = {0.0, 0.0, 0.0, -CUDART_INF_F, -CUDART_INF_F, 0};
+    if (BOUNDS) {
+        const bool out = there && (a != a || forced(s, row.n, pages, page));
+        sums.best = warp_max(there && !out ? a : -CUDART_INF_F);
+        sums.forced = __popc(__ballot_sync(ALL_LANES, out));
+    } else {
+        const float b = there ? s.page_b[at] : 0.0f;
+        const bool bad = !(fabsf(a) < CUDART_INF_F) || !(b < CUDART_INF_F);
+        const double m = (double)a, d = (double)b, count = there ? (double)page_tokens(s, row.n, page) : 0.0;
+        sums.sum = warp_sum(count * m);
+        sums.squares = warp_sum(count * (d * d + m * m));
+        sums.typical = warp_sum(page + 1 < pages ? m + 1.5 * d : 0.0);
+        sums.best = warp_max(there ? a : -CUDART_INF_F);
+        sums.reach = warp_max(there ? a + 40.0f * b + 1.0f : -CUDART_INF_F);
+        sums.forced = __popc(__ballot_sync(ALL_LANES, bad));
+    }
+    if (lane == 0) s.group_of_pages[slot * s.groups + p0 / EKV_CUDA_GROUP] = sums;
+}
+
 /* BOUNDS: an upper bound of the scores in each page, else their mean and deviation; z units, to page_a and page_b; NaN for an
  * unknown page (a bound that is NaN for another reason is +infinity).  A block takes chunk_pages pages of an item. */
 template <typename T, int LPK, int CH, int R, bool VEC, bool BOUNDS>
@@ -442,9 +466,10 @@ __global__ void __launch_bounds__(THREADS, (R >= 4 || CH > 1 ? 2 : 3)) page_scor
     constexpr int U = R >= 8 || sizeof(T) == 4 ? 2 : 4, DIM = LPK * CH * 8, TILE = 32 / LPK * U;
     __shared__ float s_q[R][DIM];
     __shared__ row_info s_row[R];
+    begin_kernel();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, j = lane % LPK, g = lane / LPK;
-    const long long local_item = blockIdx.x / s.chunks;
-    const int chunk = blockIdx.x % s.chunks;
+    const long long local_item = blockIdx.x / (unsigned)s.chunks;
+    const int chunk = (int)(blockIdx.x % (unsigned)s.chunks);
     const item_info it = describe_item(s, s.first_item + local_item);
     const int end = min(it.pages, (chunk + 1) * s.chunk_pages);
     if (chunk * s.chunk_pages >= end) return;
@@ -527,6 +552,9 @@ __global__ void __launch_bounds__(THREADS, (R >= 4 || CH > 1 ? 2 : 3)) page_scor
                 }
             }
         }
+        if (!s.group_of_pages) continue;
+        __syncwarp(); /* the lanes' own writes are read back, a page to a lane */
+        for (int r = 0; r < it.rows; r++) summarize<BOUNDS>(s, s_row[r], local_item * R + r, p0);
     }
 }
 
@@ -538,16 +566,11 @@ template <typename T> bool aligned(const void *base, long long a, long long b, l
 }
 
 template <typename T, int LPK, int CH, int R, bool VEC> cudaError_t launch(const ekv_cuda_step &s, int kind, cudaStream_t stream) {
-    const unsigned scan_blocks = (unsigned)(s.round_items * s.splits), page_blocks = (unsigned)(s.round_items * s.chunks);
-    if (kind == EKV_CUDA_SCAN_ENTMAX)
-        scan_entmax<T, LPK, CH, R, VEC><<<scan_blocks, THREADS, 0, stream>>>(s);
-    else if (kind == EKV_CUDA_SCAN_SOFTMAX)
-        scan_softmax<T, LPK, CH, (R > 4 ? 4 : R), VEC><<<scan_blocks, THREADS, 0, stream>>>(s);
-    else if (kind == EKV_CUDA_PAGE_BOUNDS)
-        page_scores<T, LPK, CH, R, VEC, true><<<page_blocks, THREADS, 0, stream>>>(s);
-    else
-        page_scores<T, LPK, CH, R, VEC, false><<<page_blocks, THREADS, 0, stream>>>(s);
-    return cudaGetLastError();
+    const long long scan_blocks = s.round_items * s.splits, page_blocks = s.round_items * s.chunks;
+    if (kind == EKV_CUDA_SCAN_ENTMAX) return start(scan_entmax<T, LPK, CH, R, VEC>, s, scan_blocks, THREADS, stream);
+    if (kind == EKV_CUDA_SCAN_SOFTMAX) return start(scan_softmax<T, LPK, CH, (R > 4 ? 4 : R), VEC>, s, scan_blocks, THREADS, stream);
+    if (kind == EKV_CUDA_PAGE_BOUNDS) return start(page_scores<T, LPK, CH, R, VEC, true>, s, page_blocks, THREADS, stream);
+    return start(page_scores<T, LPK, CH, R, VEC, false>, s, page_blocks, THREADS, stream);
 }
 
 template <typename T, int LPK, int CH> cudaError_t launch_rows(const ekv_cuda_step &s, int kind, cudaStream_t stream) {

@@ -5,6 +5,7 @@
  * SPDX-License-Identifier: Apache-2.0
  *
  * Usage: entmaxkv-gpu-time [heads=16] [group=1] [dim=128] [page=16] [layout=heads|tokens] [data=random|clusters] [max=1048576] [only=policy]
+ *                         [least=4096] [table=shuffled|linear]
  *
  * Cold cache: every repetition reads another part of a pool that is larger than the second-level cache, or all of it.  `graph` is
  * the time per step of a CUDA graph that holds the repetitions, `calls` that of plain calls on a stream.
@@ -119,8 +120,6 @@ static void exact_weights(double alpha, std::vector<double> &s) {
     }
     for (double &x : s) x = x > low ? pow(x - low, beta) : 0.0;
 }
-
-extern "C" int ekv_cuda_tune_waves, ekv_cuda_tune_overlap;
 
 struct options {
     int heads = 16, group = 1, dim = 128, page = 16;
@@ -285,8 +284,6 @@ static options parse(int argc, char **argv) {
         if (!strncmp(argv[i], "data=", 5)) o.clusters = !strcmp(value, "clusters");
         if (!strncmp(argv[i], "max=", 4)) o.most = atoll(value);
         if (!strncmp(argv[i], "only=", 5)) o.only = value;
-        if (!strncmp(argv[i], "waves=", 6)) ekv_cuda_tune_waves = atoi(value);
-        if (!strncmp(argv[i], "overlap=", 8)) ekv_cuda_tune_overlap = atoi(value);
         if (!strncmp(argv[i], "least=", 6)) o.least = atoll(value);
         if (!strncmp(argv[i], "table=", 6)) o.shuffled = strcmp(value, "linear") != 0;
     }

@@ -18,7 +18,9 @@ constexpr int HELD = 2048; /* candidates that are kept in shared memory */
 constexpr int PER_THREAD = 4; /* list entries that a thread takes at once when a list is compacted */
 constexpr int MAX_SEGMENTS = EKV_CUDA_MAX_SPLITS * EKV_CUDA_WARPS;
 
-constexpr int SMALL = 256; /* lists of up to this size are the work of one warp: barriers and long sums would take most of the time */
+/* Lists of up to SMALL_LIST, and supports of up to SMALL, are the work of one warp: they are short after a first estimate, and then
+ * barriers and block-wide sums would take most of the time. */
+constexpr int SMALL_LIST = 1024, SMALL = 256;
 
 typedef block_reduce<FINISH_THREADS> finish_reduce;
 
@@ -28,6 +30,10 @@ struct warp_team {
     __device__ __forceinline__ int rank() const { return threadIdx.x & 31; }
     __device__ __forceinline__ void sync() { __syncwarp(); }
     __device__ __forceinline__ void sum2(double &x, double &y) {
+        x = warp_sum(x);
+        y = warp_sum(y);
+    }
+    __device__ __forceinline__ void sum2(float &x, float &y) {
         x = warp_sum(x);
         y = warp_sum(y);
     }
@@ -56,6 +62,12 @@ struct block_team {
     __device__ __forceinline__ int rank() const { return threadIdx.x; }
     __device__ __forceinline__ void sync() { __syncthreads(); }
     __device__ __forceinline__ void sum2(double &x, double &y) { reduce->sum2(x, y, turn); }
+    __device__ __forceinline__ void sum2(float &x, float &y) {
+        double a = (double)x, b = (double)y;
+        reduce->sum2(a, b, turn);
+        x = (float)a;
+        y = (float)b;
+    }
     __device__ __forceinline__ double max1(double x) { return reduce->max1(x, turn); }
     __device__ __forceinline__ unsigned long long sum_u64(unsigned long long x) { return reduce->sum_u64(x, turn); }
     __device__ __forceinline__ int prefix(int x, int &total) { return reduce->prefix(x, total, turn); }
@@ -199,6 +211,7 @@ template <typename Team> __device__ int compact_support(row_list &a, float lowes
             mine += k;
         }
         int sum;
+        team.sync(); /* all have read what may now be overwritten */
         int to = kept + team.prefix(mine, sum);
 #pragma unroll
         for (int i = 0; i < PER_THREAD; i++) {
@@ -214,14 +227,18 @@ template <typename Team> __device__ int compact_support(row_list &a, float lowes
 
 /* ---- the solution ---- */
 
+/* Out of line: unrolled into every loop it would make most of the kernel's code. */
+__device__ __noinline__ double any_power(double x, double y) { return x > 0.0 ? pow(x, y) : 0.0; }
+
 __device__ __forceinline__ double beta_power(double t, double beta, int whole) {
-    return whole == 1 ? t : whole == 2 ? t * t : whole == 3 ? t * t * t : t > 0.0 ? pow(t, beta) : 0.0;
+    return whole == 1 ? t : whole == 2 ? t * t : whole == 3 ? t * t * t : any_power(t, beta);
 }
 
 /* Sums of t^beta and of t^(beta - 1) over t = d - tau > 0, by position in the list. */
 template <typename Team> __device__ void list_sums(const row_list &a, double z_max, double tau, double beta, int whole, double &s0, double &s1,
                           Team &team) {
     s0 = s1 = 0.0;
+#pragma unroll 1
     for (int i = team.rank(); i < a.n; i += Team::SIZE) {
         const double t = (double)a.z[i] - z_max - tau;
         if (!(t > 0.0)) continue;
@@ -238,7 +255,7 @@ template <typename Team> __device__ double newton_from_left(const row_list &a, d
     for (int step = 0; step < 100; step++) {
         double s0, s1;
         list_sums(a, z_max, tau, beta, whole, s0, s1, team);
-        const double target = whole == 1 ? 1.0 : whole == 2 ? sqrt(s0) : pow(s0, 1.0 - 1.0 / beta);
+        const double target = whole == 1 ? 1.0 : whole == 2 ? sqrt(s0) : any_power(s0, 1.0 - 1.0 / beta);
         const double delta = (s0 - target) / s1;
         if (!(tau + delta > tau)) break;
         tau += delta;
@@ -248,7 +265,7 @@ template <typename Team> __device__ double newton_from_left(const row_list &a, d
 }
 
 /* beta < 1: the sum is not convex; Newton steps inside a bracket that is halved when they leave it. */
-template <typename Team> __device__ double safeguarded(const row_list &a, double z_max, double beta, double low, double high, Team &team) {
+template <typename Team> __device__ __noinline__ double safeguarded(const row_list &a, double z_max, double beta, double low, double high, Team &team) {
     double tau = low;
     for (int step = 0; step < 200; step++) {
         double s0, s1;
@@ -267,8 +284,9 @@ template <typename Team> __device__ double safeguarded(const row_list &a, double
 
 /* Whether a token of score z would belong: sum over z_j > z of (z_j - z)^beta < 1, in units of 2^-52.  Near tau the sum is near 1, so
  * it does not overflow; terms are clamped so that it cannot. */
-template <typename Team> __device__ bool belongs(const row_list &a, float z, double beta, int whole, Team &team) {
+template <typename Team> __device__ __noinline__ bool belongs(const row_list &a, float z, double beta, int whole, Team &team) {
     unsigned long long sum = 0;
+#pragma unroll 1
     for (int i = team.rank(); i < a.n; i += Team::SIZE) {
         const double t = (double)a.z[i] - (double)z;
         if (t > 0.0) sum += (unsigned long long)(fmin(beta_power(t, beta, whole), 2.0) * 0x1p52);
@@ -280,6 +298,7 @@ template <typename Team> __device__ bool belongs(const row_list &a, float z, dou
 /* The lowest score that belongs to the support, given tau to within TAU_SLACK / 4. */
 template <typename Team> __device__ float lowest_of_support(const row_list &a, double z_max, double tau, double beta, int whole, Team &team) {
     double doubtful = 0.0, unused = 0.0;
+#pragma unroll 1
     for (int i = team.rank(); i < a.n; i += Team::SIZE) {
         const double d = (double)a.z[i] - z_max;
         doubtful += d >= tau - TAU_SLACK && d <= tau + TAU_SLACK;
@@ -301,16 +320,19 @@ template <typename Team> __device__ float lowest_of_support(const row_list &a, d
 template <typename Team> __device__ double tau_of_support(const row_list &a, double z_max, double beta, int whole, Team &team) {
     if (beta < 1.0) {
         double lowest = 0.0;
-        for (int i = team.rank(); i < a.n; i += Team::SIZE) lowest = fmin(lowest, (double)a.z[i] - z_max);
+#pragma unroll 1
+    for (int i = team.rank(); i < a.n; i += Team::SIZE) lowest = fmin(lowest, (double)a.z[i] - z_max);
         lowest = -team.max1(-lowest);
         return safeguarded(a, z_max, beta, -1.0, lowest, team);
     }
     if (whole == 0) return newton_from_left(a, z_max, beta, 0, -1.0, 0.0, team);
     const double n = (double)a.n;
     double sum = 0.0, unused = 0.0, squares = 0.0, cubes = 0.0;
+#pragma unroll 1
     for (int i = team.rank(); i < a.n; i += Team::SIZE) sum += (double)a.z[i] - z_max;
     team.sum2(sum, unused);
     const double mean = sum / n;
+#pragma unroll 1
     for (int i = team.rank(); i < a.n; i += Team::SIZE) {
         const double c = (double)a.z[i] - z_max - mean;
         squares += c * c;
@@ -332,12 +354,47 @@ template <typename Team> __device__ double tau_of_support(const row_list &a, dou
     return mean - x;
 }
 
+/* A lower bound of tau - top in f32, but for rounding: the iteration of raise_floor (typed.cuh).  Whole powers up to 3 are near the root
+ * after it; with a power above 64 nothing is gained. */
+template <typename Team>
+__device__ __forceinline__ float estimate_tau(const row_list &a, float top, float tau, int power, Team &team) {
+    if (power > 64) return tau;
+#pragma unroll 1
+    for (int step = 0; step < 6; step++) {
+        float f0 = 0.0f, f1 = 0.0f;
+#pragma unroll 4
+    for (int i = team.rank(); i < a.n; i += Team::SIZE) {
+            const float t = fmaxf(a.z[i] - top - tau, 0.0f);
+            float u = 1.0f; /* t^(power - 1) */
+            if (power == 2) {
+                u = t;
+            } else if (power > 2) {
+                float x = t;
+                for (int k = power - 1; k > 0; k >>= 1, x *= x)
+                    if (k & 1) u *= x;
+            }
+            f0 = fmaf(u, t, f0);
+            f1 += power == 1 ? (t > 0.0f ? 1.0f : 0.0f) : u;
+        }
+        team.sum2(f0, f1);
+        if (!(f0 > 1.0f)) break;
+        const float target = power == 1 ? 1.0f : power == 2 ? sqrtf(f0) : powf(f0, 1.0f - 1.0f / (float)power);
+        const float delta = (f0 - target) / f1;
+        if (!(delta > 0.0f)) break;
+        tau = fminf(tau + delta, 0.0f);
+        if (delta < 1e-5f) break;
+    }
+    return tau;
+}
+
 /* Steps 1 and 2: the list becomes the support.  Returns its largest score; NaN if there is a NaN or +infinity, -infinity if nothing can
  * have weight, and then the list is empty. */
-template <typename Team> __device__ double find_support(row_list &a, double alpha, float threshold, Team &team) {
+template <typename Team>
+__device__ __forceinline__ double find_support(row_list &a, double alpha, int power, float threshold, Team &team) {
     const double beta = 1.0 / (alpha - 1.0);
     const int whole = whole_beta(beta);
     double top = -CUDART_INF;
+#pragma unroll 1
     for (int i = team.rank(); i < a.n; i += Team::SIZE) { /* +infinity stands for a NaN too */
         const float z = a.z[i];
         top = fmax(top, z < CUDART_INF_F ? (double)z : CUDART_INF);
@@ -348,8 +405,12 @@ template <typename Team> __device__ double find_support(row_list &a, double alph
         return top > 0.0 ? CUDART_NAN : top;
     }
     double tau = fmax(-1.0, (double)threshold - top);
+    if (a.n > 64 && beta >= 1.0) { /* a lower bound in f32 leaves little to do in double */
+        tau = fmax(tau, (double)estimate_tau(a, (float)top, (float)tau, power, team) - LIST_MARGIN);
+        a.n = compact_support(a, __double2float_rd(top + tau), team);
+    }
     if (beta < 1.0)
-        tau = safeguarded(a, top, beta, tau, -pow((double)a.n, 1.0 - alpha), team);
+        tau = safeguarded(a, top, beta, tau, -any_power((double)a.n, 1.0 - alpha), team);
     else
         tau = newton_from_left(a, top, beta, whole, tau, 1e-13, team);
     a.n = compact_support(a, lowest_of_support(a, top, tau, beta, whole, team), team);
@@ -357,17 +418,19 @@ template <typename Team> __device__ double find_support(row_list &a, double alph
 }
 
 /* Step 3: weights and tau (absolute) from the support alone. */
-template <typename Team> __device__ double weigh_support(const row_list &a, double top, double alpha, Team &team) {
+template <typename Team> __device__ __forceinline__ double weigh_support(const row_list &a, double top, double alpha, Team &team) {
     const double beta = 1.0 / (alpha - 1.0);
     const int whole = whole_beta(beta);
     const double tau = tau_of_support(a, top, beta, whole, team);
     double scale = 1.0, unused = 0.0;
     if (beta < 1.0) { /* the slope is unbounded at tau, so the last rounding of tau shows: normalise */
         double sum = 0.0;
-        for (int i = team.rank(); i < a.n; i += Team::SIZE) sum += beta_power(fmax((double)a.z[i] - top - tau, 0.0), beta, whole);
+#pragma unroll 1
+    for (int i = team.rank(); i < a.n; i += Team::SIZE) sum += beta_power(fmax((double)a.z[i] - top - tau, 0.0), beta, whole);
         team.sum2(sum, unused);
         scale = 1.0 / sum;
     }
+#pragma unroll 1
     for (int i = team.rank(); i < a.n; i += Team::SIZE)
         a.weight[i] = (float)(beta_power(fmax((double)a.z[i] - top - tau, 0.0), beta, whole) * scale);
     return top + tau;
@@ -378,34 +441,49 @@ struct solution {
     int n;
 };
 
-/* Solves a list in place: on return it is the support with its weights.  tau is absolute; NaN for bad scores.  Which team takes step 3,
- * and so the order of its sums, depends on the size of the support alone. */
-__device__ double solve(row_list &a, double alpha, float threshold, solution *shared, block_team &block) {
+/* The block's versions are out of line: most rows are the work of a warp. */
+__device__ __noinline__ double find_by_block(row_list &a, double alpha, int power, float threshold, block_team &block) {
+    return find_support(a, alpha, power, threshold, block);
+}
+__device__ __noinline__ double weigh_by_block(const row_list &a, double top, double alpha, block_team &block) {
+    return weigh_support(a, top, alpha, block);
+}
+__device__ __noinline__ double weigh_by_warp(const row_list &a, double top, double alpha, warp_team &warp) {
+    return weigh_support(a, top, alpha, warp);
+}
+
+/* Solves a list in place: on return it is the support with its weights.  tau is absolute; NaN for bad scores.  `held`: the list in shared
+ * memory, which short lists are in.  Which team takes step 3, and so the order of its sums, depends on the size of the support alone. */
+__device__ __forceinline__ double solve(row_list &a, row_list held, double alpha, int power, float threshold, solution *shared,
+                                        block_team &block) {
     warp_team warp;
-    double top = 0.0, tau;
-    if (a.n <= SMALL) {
+    if (a.n <= SMALL_LIST) {
         if (threadIdx.x < 32) {
-            top = find_support(a, alpha, threshold, warp);
-            tau = a.n > 0 ? weigh_support(a, top, alpha, warp) : top;
-            if (threadIdx.x == 0) *shared = {top, tau, a.n};
+            held.n = a.n;
+            const double top = find_support(held, alpha, power, threshold, warp);
+            const double tau = held.n > 0 && held.n <= SMALL ? weigh_support(held, top, alpha, warp) : top;
+            if (threadIdx.x == 0) *shared = {top, tau, held.n};
         }
         __syncthreads();
         a.n = shared->n;
-        return shared->tau;
-    }
-    top = find_support(a, alpha, threshold, block);
-    if (a.n == 0) return top;
-    if (a.n > SMALL) {
-        tau = weigh_support(a, top, alpha, block);
+        if (a.n <= SMALL) return shared->tau;
+    } else {
+        const double top = find_by_block(a, alpha, power, threshold, block);
+        if (a.n == 0) return top;
+        if (threadIdx.x == 0) *shared = {top, top, a.n};
         __syncthreads();
-        return tau;
+        if (a.n <= SMALL) {
+            if (threadIdx.x < 32) {
+                const double tau = weigh_by_warp(a, top, alpha, warp);
+                if (threadIdx.x == 0) shared->tau = tau;
+            }
+            __syncthreads();
+            return shared->tau;
+        }
     }
-    if (threadIdx.x < 32) {
-        tau = weigh_support(a, top, alpha, warp);
-        if (threadIdx.x == 0) shared->tau = tau;
-    }
+    const double tau = weigh_by_block(a, shared->top, alpha, block);
     __syncthreads();
-    return shared->tau;
+    return tau;
 }
 
 /* ---- kernels ---- */
@@ -451,7 +529,7 @@ template <typename T, bool VEC> __global__ void __launch_bounds__(FINISH_THREADS
     a.token = held ? s_token : s.list_token + slot * s.list_stride;
     a.weight = held ? s_weight : s.weight + slot * s.list_stride;
     block_team team = {&s_reduce, turn};
-    double tau = solve(a, row.alpha, threshold, &s_solution, team);
+    double tau = solve(a, {s_z, s_token, s_weight, 0}, row.alpha, row.power, threshold, &s_solution, team);
     if (it.invalid) tau = CUDART_NAN;
     if (threadIdx.x == 0) {
         s.result[slot] = {tau, a.n, CUDART_NAN, CUDART_NAN};

@@ -24,9 +24,6 @@
 #define SCRATCH_CEILING ((size_t)2 << 30) /* a step that needs more runs in rounds */
 #define LEAST_TOKENS_PER_WARP 32
 
-int ekv_cuda_tune_waves = 4;
-int ekv_cuda_tune_overlap = 1;
-
 typedef struct ekv_cuda {
     int device, multiprocessors, major; /* major compute capability */
     cudaStream_t stream; /* of calls that have none of their own */
@@ -195,6 +192,20 @@ static void lay_out(ekv_cuda_step *s, const cut *u, const ekv_step *step, ekv_ar
     if (step->p.policy != EKV_POLICY_TOPK && step->p.policy != EKV_POLICY_GAUSSIAN) s->cut = NULL;
 }
 
+/* Blocks per item.  One wave where there are few items; with many, the fewest that leave little of the last wave empty. */
+static int64_t even_splits(int64_t items, int64_t resident) {
+    int64_t best = 1;
+    double best_use = 0.0;
+    if (items == 0) return 1;
+    if (resident / items >= 4) return resident / items;
+    for (int64_t splits = 1; splits <= 12 && best_use < 0.92; splits++) {
+        const int64_t blocks = items * splits;
+        const double use = (double)blocks / (double)(ekv_ceil_div(blocks, resident) * resident);
+        if (use > best_use) best = splits, best_use = use;
+    }
+    return best;
+}
+
 /* Everything but the scratch pointers. */
 static void describe(const ekv_context *context, const ekv_step *step, ekv_cuda_step *s, cut *u) {
     const ekv_decode_params *p = &step->p;
@@ -234,24 +245,27 @@ static void describe(const ekv_context *context, const ekv_step *step, ekv_cuda_
         s->box_bytes = (int64_t)index->box_bytes, s->moments_bytes = (int64_t)index->moments_bytes;
     }
     s->report = p->report;
-    s->overlap = state_of(context)->major >= 9 && ekv_cuda_tune_overlap;
+    s->overlap = state_of(context)->major >= 9;
     s->report_mass = p->report && p->report_mass && step->sparse;
     s->certify = p->report && step->bounds;
     /* Items, and blocks enough to fill the device some times over, each with work for its warps. */
     s->rows = rows_of(step, u);
     s->row_blocks = (int32_t)ekv_ceil_div((int64_t)p->max_queries * step->group, s->rows);
     u->items = (int64_t)p->batch * s->row_blocks * kv->kv_heads;
-    const int64_t fill = (int64_t)state_of(context)->multiprocessors * (s->rows == 1 ? 4 : s->rows == 2 ? 3 : 2);
-    int64_t splits = ekv_ceil_div(ekv_cuda_tune_waves * fill / 4, ekv_max64(1, u->items));
+    /* One wave: as many blocks as are resident at once (typed.cuh).  Measured faster than two or four waves at every length. */
+    const int64_t processors = state_of(context)->multiprocessors;
+    const int64_t resident = processors * (s->rows > 2 ? 2 : s->rows == 2 || u->softmax ? 3 : 4);
+    int64_t splits = even_splits(u->items, resident);
     splits = ekv_min64(splits, ekv_max64(1, p->max_length / (EKV_CUDA_WARPS * LEAST_TOKENS_PER_WARP)));
     s->splits = (int32_t)ekv_max64(1, ekv_min64(splits, EKV_CUDA_MAX_SPLITS));
     s->segment = ekv_ceil_div(s->max_pages, (int64_t)s->splits * EKV_CUDA_WARPS) * kv->page_size;
     s->list_stride = s->splits * EKV_CUDA_WARPS * s->segment;
     s->supers = ekv_ceil_div(p->max_length, EKV_CUDA_SUPER);
     s->groups = ekv_ceil_div(s->max_pages, EKV_CUDA_GROUP);
-    /* Chunks of pages: enough blocks to fill the device, each as much as a block's warps take at once or more. */
-    const int64_t per_chunk = ekv_max64(u->items * s->max_pages / (8 * state_of(context)->multiprocessors), ekv_ceil_div(s->max_pages, EKV_CUDA_MAX_CHUNKS));
-    s->chunk_pages = (int32_t)(ekv_max64(1, ekv_ceil_div(per_chunk, 256)) * 256);
+    /* Chunks of pages: enough blocks to fill the device, each at least what its warps take at once. */
+    const int64_t per_chunk = ekv_max64(ekv_max64(1, u->items * s->max_pages / (8 * processors)),
+                                        ekv_ceil_div(s->max_pages, EKV_CUDA_MAX_CHUNKS));
+    s->chunk_pages = (int32_t)(ekv_ceil_div(per_chunk, 256) * 256);
     s->chunks = (int32_t)ekv_ceil_div(s->max_pages, s->chunk_pages);
 }
 

@@ -110,14 +110,13 @@ __device__ __forceinline__ float threshold_of(float floor) { return __double2flo
 
 /* Raises the lower bound by Newton steps on the norm (sum t^m)^(1/m) = 1, m a whole number >= beta, from the left: the iterates never
  * pass the root, which lies below tau (src/cpu/entmax.h, tau_lower). */
-__device__ __forceinline__ float raise_floor(const float *list_z, int count, float z_max, float floor, int power) {
+template <typename F> __device__ __forceinline__ float raise_floor_over(F for_each, float z_max, float floor, int power) {
     if (power > 64 || !(z_max > -CUDART_INF_F)) return floor;
-    const int lane = threadIdx.x & 31;
     float tau = fmaxf(-1.0f, __fsub_rd(floor, z_max));
     for (int step = 0; step < 5; step++) {
         float s0 = 0.0f, s1 = 0.0f;
-        for (int i = lane; i < count; i += 32) {
-            const float z = list_z[i], t = z <= z_max ? fmaxf(z - z_max - tau, 0.0f) : 0.0f;
+        for_each([&](float z) {
+            const float t = z <= z_max ? fmaxf(z - z_max - tau, 0.0f) : 0.0f;
             float u = 1.0f; /* t^(power - 1) */
             if (power == 2) {
                 u = t;
@@ -128,7 +127,7 @@ __device__ __forceinline__ float raise_floor(const float *list_z, int count, flo
             }
             s0 += u * t;
             s1 += power == 1 ? (t > 0.0f ? 1.0f : 0.0f) : u;
-        }
+        });
         s0 = warp_sum(s0);
         s1 = warp_sum(s1);
         if (!(s0 > 1.0f)) break;
@@ -141,6 +140,14 @@ __device__ __forceinline__ float raise_floor(const float *list_z, int count, flo
     return fmaxf(floor, __fadd_rd(z_max, tau));
 }
 
+/* Over one warp's list. */
+__device__ __forceinline__ float raise_floor(const float *list_z, int count, float z_max, float floor, int power) {
+    const auto each = [&](auto f) {
+        for (int i = threadIdx.x & 31; i < count; i += 32) f(list_z[i]);
+    };
+    return raise_floor_over(each, z_max, floor, power);
+}
+
 /* Copies the entries that are above the threshold (or NaN), in order; to may be the list itself.  Returns their number. */
 __device__ __forceinline__ int copy_above(const float *z, const int *token, int count, float threshold, float *to_z, int *to_token) {
     const int lane = threadIdx.x & 31;
@@ -151,6 +158,7 @@ __device__ __forceinline__ int copy_above(const float *z, const int *token, int 
         const int t = there ? token[i + lane] : 0;
         const bool keep = there && !(x <= threshold);
         const uint32_t lanes = __ballot_sync(ALL_LANES, keep);
+        __syncwarp();
         if (keep) {
             const int at = kept + __popc(lanes & ((1u << lane) - 1u));
             to_z[at] = x;
@@ -261,12 +269,34 @@ __global__ void __launch_bounds__(THREADS, (scan_shape<T, LPK, CH, R>::BLOCKS)) 
         }
     }
 
-    /* A last, tighter bound from each warp; then everybody drops what the best of them rules out. */
+    /* A last bound from each warp; then one from what all of them hold above the best of these: tau of many tokens lies closer to the
+     * true one than that of few, and `finish` gets a short list. */
     for (int r = 0; r < R; r++) {
         if (!s_row[r].active || s_row[r].softmax) continue;
         const warp_list w = s_list[warp][r];
         const float floor = raise_floor(s_list_z[warp][r], w.count, w.z_max, w.floor, s_row[r].power);
         if (lane == 0) atomicMax(&s_floor[r], order_of(threshold_of(floor)));
+    }
+    __syncthreads();
+    for (int r = 0; r < R; r++) {
+        if (!s_row[r].active || s_row[r].softmax) continue;
+        const int kept = copy_above(s_list_z[warp][r], s_list_token[warp][r], s_list[warp][r].count, from_order(s_floor[r]),
+                                    s_list_z[warp][r], s_list_token[warp][r]);
+        if (lane == 0) s_list[warp][r].count = kept;
+    }
+    __syncthreads();
+    if (warp < R && s_row[warp].active && !s_row[warp].softmax) { /* warp r for row r */
+        float z_max = -CUDART_INF_F, floor = -CUDART_INF_F;
+        for (int w = 0; w < WARPS; w++) {
+            z_max = fmaxf(z_max, s_list[w][warp].z_max);
+            floor = fmaxf(floor, s_list[w][warp].floor);
+        }
+        const auto each = [&](auto f) {
+            for (int w = 0; w < WARPS; w++)
+                for (int i = lane; i < s_list[w][warp].count; i += 32) f(s_list_z[w][warp][i]);
+        };
+        floor = raise_floor_over(each, z_max, fmaxf(floor, __double2float_rd((double)z_max - 1.0)), s_row[warp].power);
+        if (lane == 0) atomicMax(&s_floor[warp], order_of(threshold_of(floor)));
     }
     __syncthreads();
     for (int r = 0; r < R; r++) {

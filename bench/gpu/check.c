@@ -1,6 +1,6 @@
 /*
- * Compares the backend cuda with the double-precision reference on random decode steps, and checks what only a device can get wrong:
- * same bits twice, graph replay after appends, a bad block, NaN keys, refusals.
+ * Compares the backend cuda with the double-precision reference on random decode steps, and checks what only a device can get
+ * wrong: same bits twice, graph replay after appends, a bad block, NaN keys, refusals.
  *
  * SPDX-License-Identifier: Apache-2.0
  *
@@ -19,21 +19,21 @@
 static int failures;
 static long current_case = -1;
 
-#define FAIL(...)                                   \
-    do {                                            \
-        failures++;                                 \
-        printf("FAIL case %ld: ", current_case);    \
-        printf(__VA_ARGS__);                        \
-        printf("\n");                               \
-    } while (0)
-#define CUDA(call)                                                                                   \
-    do {                                                                                             \
-        const cudaError_t e_ = (call);                                                               \
-        if (e_ != cudaSuccess) {                                                                     \
-            printf("FAIL case %ld: %s: %s\n", current_case, #call, cudaGetErrorString(e_));          \
-            exit(1);                                                                                 \
-        }                                                                                            \
-    } while (0)
+#define FAIL(...)                                                                                                              \
+  do {                                                                                                                         \
+    failures++;                                                                                                                \
+    printf("FAIL case %ld: ", current_case);                                                                                   \
+    printf(__VA_ARGS__);                                                                                                       \
+    printf("\n");                                                                                                              \
+  } while (0)
+#define CUDA(call)                                                                                                             \
+  do {                                                                                                                         \
+    const cudaError_t e_ = (call);                                                                                             \
+    if (e_ != cudaSuccess) {                                                                                                   \
+      printf("FAIL case %ld: %s: %s\n", current_case, #call, cudaGetErrorString(e_));                                          \
+      exit(1);                                                                                                                 \
+    }                                                                                                                          \
+  } while (0)
 
 /* ---- random numbers ---- */
 
@@ -159,11 +159,13 @@ static void fill_kv(problem *p, int content) {
             const bool peak = content == 2 && chance(0.05);
             for (int t = 0; t < kv->page_size; t++) {
                 const float size = content == 3 ? 0.01f : peak ? 2.0f : 1.0f;
-                for (int d = 0; d < kv->k_dim; d++) put(p->k.host, kv->dtype, key_at(kv, b, t, h) + d, center[d] + size * normal());
+                for (int d = 0; d < kv->k_dim; d++)
+                    put(p->k.host, kv->dtype, key_at(kv, b, t, h) + d, center[d] + size * normal());
                 for (int d = 0; d < kv->v_dim; d++) put(p->v.host, kv->dtype, value_at(kv, b, t, h) + d, normal());
                 if (content == 4 && t > 0) /* ties */
                     memcpy((char *)p->k.host + (size_t)key_at(kv, b, t, h) * size_of(kv->dtype),
-                           (char *)p->k.host + (size_t)key_at(kv, b, 0, h) * size_of(kv->dtype), (size_t)kv->k_dim * size_of(kv->dtype));
+                           (char *)p->k.host + (size_t)key_at(kv, b, 0, h) * size_of(kv->dtype),
+                           (size_t)kv->k_dim * size_of(kv->dtype));
             }
         }
     free(center);
@@ -283,10 +285,11 @@ static void make_problem(problem *p, const contexts *c, int max_length) {
     shape.dtype = kv.dtype, shape.kv_heads = kv.kv_heads, shape.k_dim = kv.k_dim, shape.v_dim = kv.v_dim;
     shape.page_size = kv.page_size, shape.blocks = kv.blocks;
     if (ekv_index_create(c->cpu, &shape, NULL, 0, &p->host_index) != EKV_OK) FAIL("host index: %s", ekv_last_error(c->cpu));
-    if (ekv_index_create(c->cuda, &shape, NULL, 0, &p->device_index) != EKV_OK) FAIL("device index: %s", ekv_last_error(c->cuda));
+    if (ekv_index_create(c->cuda, &shape, NULL, 0, &p->device_index) != EKV_OK)
+        FAIL("device index: %s", ekv_last_error(c->cuda));
     for (int b = 0; b < batch; b++)
-        if (ekv_index_update(c->cpu, p->host_index, &p->host_kv, p->host.block_table + b * step.block_table_stride, 0, p->length[b],
-                             p->length[b]) != EKV_OK)
+        if (ekv_index_update(c->cpu, p->host_index, &p->host_kv, p->host.block_table + b * step.block_table_stride, 0,
+                             p->length[b], p->length[b]) != EKV_OK)
             FAIL("host update: %s", ekv_last_error(c->cpu));
     ekv_index_append_params append = ekv_index_append_params_default();
     append.batch = batch;
@@ -294,12 +297,15 @@ static void make_problem(problem *p, const contexts *c, int max_length) {
     append.block_table_stride = step.block_table_stride;
     append.lengths = p->device.lengths;
     append.max_count = p->max_pages * kv.page_size;
-    if (ekv_index_append(c->cuda, p->device_index, &p->device_kv, &append) != EKV_OK) FAIL("append: %s", ekv_last_error(c->cuda));
+    if (ekv_index_append(c->cuda, p->device_index, &p->device_kv, &append) != EKV_OK)
+        FAIL("append: %s", ekv_last_error(c->cuda));
     p->device.index = p->device_index;
     p->host.index = p->host_index;
-    snprintf(p->text, sizeof p->text, "%s q %s out %s k %d v %d page %d kv_heads %d group %d batch %d lengths %d.. queries %d.. content %d "
-             "layout %d alpha %g%s%s%s", ekv_dtype_name(kv.dtype), ekv_dtype_name(step.q_dtype), ekv_dtype_name(step.out_dtype),
-             (int)kv.k_dim, (int)kv.v_dim, (int)kv.page_size, (int)kv.kv_heads, group, batch, p->length[0], p->queries[0], content, layout,
+    snprintf(p->text, sizeof p->text,
+             "%s q %s out %s k %d v %d page %d kv_heads %d group %d batch %d lengths %d.. queries %d.. content %d "
+             "layout %d alpha %g%s%s%s",
+             ekv_dtype_name(kv.dtype), ekv_dtype_name(step.q_dtype), ekv_dtype_name(step.out_dtype), (int)kv.k_dim,
+             (int)kv.v_dim, (int)kv.page_size, (int)kv.kv_heads, group, batch, p->length[0], p->queries[0], content, layout,
              step.alpha, step.head_alpha ? " per head" : "", step.head_scale ? " scales" : "", step.slopes ? " slopes" : "");
 }
 
@@ -329,17 +335,20 @@ static void compare(const problem *p, const unsigned char *out, const ekv_report
         const double alpha = step->head_alpha ? step->head_alpha[row % step->q_heads] : step->alpha;
         double error = 0.0, size = 0.0;
         for (int d = 0; d < p->host_kv.v_dim; d++) {
-            const double a = ekv_reference_load(step->out_dtype, out, at + d), b = ekv_reference_load(step->out_dtype, p->out.host, at + d);
+            const double a = ekv_reference_load(step->out_dtype, out, at + d),
+                         b = ekv_reference_load(step->out_dtype, p->out.host, at + d);
             error += (a - b) * (a - b);
             size += b * b;
         }
         const ekv_report *r = &report[row], *e = &expected[row];
-        const double allowed = tolerance(alpha, e->tau > -1e300 ? e->tau : 0.0, step->out_dtype), floor = 0.02 * p->host_kv.v_dim;
+        const double allowed = tolerance(alpha, e->tau > -1e300 ? e->tau : 0.0, step->out_dtype),
+                     floor = 0.02 * p->host_kv.v_dim;
         const double relative = sqrt(error / fmax(size, floor / fmax(1.0, (double)e->support)));
         worst_ratio = fmax(worst_ratio, relative / allowed);
         if (!(relative <= allowed))
-            FAIL("%s row %lld: relative error %.3g, allowed %.3g, alpha %g, tau %g (expected %g), support %lld (%lld); %s", what,
-                 (long long)row, relative, allowed, alpha, r->tau, e->tau, (long long)r->support, (long long)e->support, p->text);
+            FAIL("%s row %lld: relative error %.3g, allowed %.3g, alpha %g, tau %g (expected %g), support %lld (%lld); %s",
+                 what, (long long)row, relative, allowed, alpha, r->tau, e->tau, (long long)r->support, (long long)e->support,
+                 p->text);
         const double z = fmax(1.0, fabs(e->tau) + 1.0);
         if (!(r->tau == e->tau || fabs(r->tau - e->tau) <= 1e-5 * z))
             FAIL("%s row %lld: tau %.9g, expected %.9g; %s", what, (long long)row, r->tau, e->tau, p->text);
@@ -377,7 +386,8 @@ static void run_reference(problem *p, const contexts *c) {
 static void check_selection(problem *p, const contexts *c, const char *what) {
     uint8_t *cpu = calloc(1, p->mask.bytes + 1);
     CUDA(cudaMemset(p->mask.device, 0, p->mask.bytes));
-    if (ekv_select_pages(c->cuda, &p->device, p->mask.device, p->max_pages) != EKV_OK) FAIL("select: %s", ekv_last_error(c->cuda));
+    if (ekv_select_pages(c->cuda, &p->device, p->mask.device, p->max_pages) != EKV_OK)
+        FAIL("select: %s", ekv_last_error(c->cuda));
     CUDA(cudaDeviceSynchronize());
     twin_down(p->mask.host, &p->mask);
     if (ekv_select_pages(c->cpu, &p->host, cpu, p->max_pages) != EKV_OK) FAIL("cpu select: %s", ekv_last_error(c->cpu));
@@ -401,7 +411,8 @@ static void check_statistics(problem *p, const contexts *c) {
     if (ekv_page_bounds(c->cuda, &p->device, a.device, p->max_pages) != EKV_OK) FAIL("bounds: %s", ekv_last_error(c->cuda));
     CUDA(cudaDeviceSynchronize());
     twin_down(x, &a);
-    if (ekv_page_bounds(c->reference, &p->host, a.host, p->max_pages) != EKV_OK) FAIL("bounds: %s", ekv_last_error(c->reference));
+    if (ekv_page_bounds(c->reference, &p->host, a.host, p->max_pages) != EKV_OK)
+        FAIL("bounds: %s", ekv_last_error(c->reference));
     memset(b.host, 0, n * 4);
     if (ekv_page_bounds(c->cpu, &p->host, b.host, p->max_pages) != EKV_OK) FAIL("bounds: %s", ekv_last_error(c->cpu));
     for (size_t i = 0; i < n; i++) { /* not below the exact bound of the tokens that the row sees, nor far above the CPU's */
@@ -413,7 +424,8 @@ static void check_statistics(problem *p, const contexts *c) {
         }
     }
     CUDA(cudaMemset(a.device, 0, n * 4));
-    if (ekv_page_moments(c->cuda, &p->device, a.device, b.device, p->max_pages) != EKV_OK) FAIL("moments: %s", ekv_last_error(c->cuda));
+    if (ekv_page_moments(c->cuda, &p->device, a.device, b.device, p->max_pages) != EKV_OK)
+        FAIL("moments: %s", ekv_last_error(c->cuda));
     CUDA(cudaDeviceSynchronize());
     twin_down(x, &a);
     twin_down(y, &b);
@@ -443,7 +455,8 @@ static void one_case(const contexts *c) {
     /* full, twice */
     run_reference(&p, c);
     if (run_device(&p, c, out, report)) compare(&p, out, report, "full");
-    if (run_device(&p, c, again, report_again) && (memcmp(out, again, p.out.bytes) || memcmp(report, report_again, p.report.bytes)))
+    if (run_device(&p, c, again, report_again) &&
+        (memcmp(out, again, p.out.bytes) || memcmp(report, report_again, p.report.bytes)))
         FAIL("full: two runs differ; %s", p.text);
     /* every page by mask: the same bits for entmax rows */
     memset(p.mask.host, 1, p.mask.bytes);
@@ -490,7 +503,8 @@ static void one_case(const contexts *c) {
 
 /* ---- what only a device can get wrong ---- */
 
-/* A step captured once, replayed after the lengths have grown, equals a direct call; nothing is allocated or waited for meanwhile. */
+/* A step captured once, replayed after the lengths have grown, equals a direct call; nothing is allocated or waited for
+ * meanwhile. */
 static void check_graph(const contexts *c) {
     problem p;
     do {
@@ -518,7 +532,8 @@ static void check_graph(const contexts *c) {
     twin_up(&p.lengths);
     if (ekv_reserve(c->cuda, &p.device) != EKV_OK) FAIL("reserve: %s", ekv_last_error(c->cuda));
     CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-    if (ekv_index_append(c->cuda, p.device_index, &p.device_kv, &append) != EKV_OK) FAIL("capture: %s", ekv_last_error(c->cuda));
+    if (ekv_index_append(c->cuda, p.device_index, &p.device_kv, &append) != EKV_OK)
+        FAIL("capture: %s", ekv_last_error(c->cuda));
     if (ekv_decode(c->cuda, &p.device) != EKV_OK) FAIL("capture: %s", ekv_last_error(c->cuda));
     CUDA(cudaStreamEndCapture(stream, &graph));
     CUDA(cudaGraphInstantiate(&exec, graph, 0));
@@ -551,7 +566,9 @@ static void check_poison(const contexts *c) {
     problem p;
     do {
         make_problem(&p, c, 1500);
-        if (p.host.batch >= 2 && p.length[0] > 100 && p.length[1] > 100 && p.host_kv.kv_heads >= 2 && p.device.out_dtype == EKV_F32) break;
+        if (p.host.batch >= 2 && p.length[0] > 100 && p.length[1] > 100 && p.host_kv.kv_heads >= 2 &&
+            p.device.out_dtype == EKV_F32)
+            break;
         free_problem(&p);
     } while (1);
     unsigned char *out = malloc(p.out.bytes), *bad = malloc(p.out.bytes);
@@ -559,7 +576,8 @@ static void check_poison(const contexts *c) {
     if (!run_device(&p, c, out, report)) return;
     ((int32_t *)p.table.host)[1] = 1 << 30; /* page 1 of sequence 0 */
     twin_up(&p.table);
-    const int32_t block = ((int32_t *)p.table.host)[p.host.block_table_stride]; /* page 0 of sequence 1: NaN in its first KV head */
+    const int32_t block =
+        ((int32_t *)p.table.host)[p.host.block_table_stride]; /* page 0 of sequence 1: NaN in its first KV head */
     put(p.k.host, p.host_kv.dtype, key_at(&p.host_kv, block, 3, 0) + 1, NAN);
     twin_up(&p.k);
     if (!run_device(&p, c, bad, report)) return;
@@ -572,8 +590,8 @@ static void check_poison(const contexts *c) {
         const float *x = (float *)bad + at, *y = (float *)out + at;
         for (int d = 0; d < p.host_kv.v_dim; d++) {
             if (broken ? !isnan(x[d]) : memcmp(&x[d], &y[d], 4) != 0) {
-                FAIL("poison: row %lld element %d is %g, before %g, expected %s; %s", (long long)row, d, (double)x[d], (double)y[d],
-                     broken ? "NaN" : "no change", p.text);
+                FAIL("poison: row %lld element %d is %g, before %g, expected %s; %s", (long long)row, d, (double)x[d],
+                     (double)y[d], broken ? "NaN" : "no change", p.text);
                 break;
             }
         }
@@ -653,7 +671,8 @@ int main(int argc, char **argv) {
         if (i % 10 == 5) check_poison(&c);
         if (i == first) check_refusals(&c);
     }
-    printf("%ld cases, seed %llu: %d failures; worst error / tolerance %.3f\n", cases - first, (unsigned long long)seed, failures, worst_ratio);
+    printf("%ld cases, seed %llu: %d failures; worst error / tolerance %.3f\n", cases - first, (unsigned long long)seed,
+           failures, worst_ratio);
     ekv_context_destroy(c.cuda);
     ekv_context_destroy(c.reference);
     ekv_context_destroy(c.cpu);

@@ -1,14 +1,14 @@
 /*
- * Times decode steps of the backend cuda: one sequence, f16, policies and contexts in one table, with the bytes that the report counts,
- * their share of the copy bandwidth measured in the same run, and the error of two heads against double precision.
+ * Times decode steps of the backend cuda: one sequence, f16, policies and contexts in one table, with the bytes that the report
+ * counts, their share of the copy bandwidth measured in the same run, and the error of two heads against double precision.
  *
  * SPDX-License-Identifier: Apache-2.0
  *
- * Usage: entmaxkv-gpu-time [heads=16] [group=1] [dim=128] [page=16] [layout=heads|tokens] [data=random|clusters] [max=1048576] [only=policy]
- *                         [least=4096] [table=shuffled|linear]
+ * Usage: entmaxkv-gpu-time [heads=16] [group=1] [dim=128] [page=16] [layout=heads|tokens] [data=random|clusters] [max=1048576]
+ * [only=policy] [least=4096] [table=shuffled|linear]
  *
- * Cold cache: every repetition reads another part of a pool that is larger than the second-level cache, or all of it.  `graph` is
- * the time per step of a CUDA graph that holds the repetitions, `calls` that of plain calls on a stream.
+ * Cold cache: every repetition reads another part of a pool that is larger than the second-level cache, or all of it.  `graph`
+ * is the time per step of a CUDA graph that holds the repetitions, `calls` that of plain calls on a stream.
  */
 #include "entmaxkv/entmaxkv.h"
 
@@ -21,21 +21,21 @@
 #include <string.h>
 #include <vector>
 
-#define CUDA(call)                                                              \
-    do {                                                                        \
-        const cudaError_t e_ = (call);                                          \
-        if (e_ != cudaSuccess) {                                                \
-            printf("%s: %s\n", #call, cudaGetErrorString(e_));                  \
-            exit(1);                                                            \
-        }                                                                       \
-    } while (0)
-#define EKV(context, call)                                                      \
-    do {                                                                        \
-        if ((call) != EKV_OK) {                                                 \
-            printf("%s: %s\n", #call, ekv_last_error(context));                 \
-            exit(1);                                                            \
-        }                                                                       \
-    } while (0)
+#define CUDA(call)                                                                                                             \
+  do {                                                                                                                         \
+    const cudaError_t e_ = (call);                                                                                             \
+    if (e_ != cudaSuccess) {                                                                                                   \
+      printf("%s: %s\n", #call, cudaGetErrorString(e_));                                                                       \
+      exit(1);                                                                                                                 \
+    }                                                                                                                          \
+  } while (0)
+#define EKV(context, call)                                                                                                     \
+  do {                                                                                                                         \
+    if ((call) != EKV_OK) {                                                                                                    \
+      printf("%s: %s\n", #call, ekv_last_error(context));                                                                      \
+      exit(1);                                                                                                                 \
+    }                                                                                                                          \
+  } while (0)
 
 __device__ __forceinline__ uint64_t mix(uint64_t z) {
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
@@ -48,7 +48,8 @@ __device__ __forceinline__ float normal_at(uint64_t i) {
 }
 
 /* Standard normal elements; with clusters, one row group (page) in 512 is shifted along the query of its head. */
-__global__ void fill(__half *x, int64_t n, uint64_t seed, const float *query, int dim, int64_t rows_per_group, int64_t heads, int by_heads) {
+__global__ void fill(__half *x, int64_t n, uint64_t seed, const float *query, int dim, int64_t rows_per_group, int64_t heads,
+                     int by_heads) {
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
         float v = normal_at(seed + i);
         if (query) {
@@ -60,10 +61,12 @@ __global__ void fill(__half *x, int64_t n, uint64_t seed, const float *query, in
     }
 }
 __global__ void fill_float(float *x, int64_t n, uint64_t seed) {
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) x[i] = normal_at(seed + i);
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
+        x[i] = normal_at(seed + i);
 }
 __global__ void copy(const uint4 *from, uint4 *to, int64_t n) {
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) to[i] = from[i];
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
+        to[i] = from[i];
 }
 
 struct layout {
@@ -72,7 +75,8 @@ struct layout {
 };
 
 /* Scores of one head in double; weighted sums of its values. */
-__global__ void exact_scores(const __half *k, const int *table, layout l, int head, const float *q, double scale, int64_t n, double *s) {
+__global__ void exact_scores(const __half *k, const int *table, layout l, int head, const float *q, double scale, int64_t n,
+                             double *s) {
     const int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
     if (i >= n) return;
     const __half *row = k + table[i / l.page] * l.block + i % l.page * l.token + head * l.head;
@@ -85,7 +89,8 @@ __global__ void exact_values(const __half *v, const int *table, layout l, int he
     const int d = blockIdx.x;
     double sum = 0.0;
     for (int64_t i = threadIdx.x; i < n; i += 256)
-        if (p[i] != 0.0) sum += p[i] * (double)__half2float(v[table[i / l.page] * l.block + i % l.page * l.token + head * l.head + d]);
+        if (p[i] != 0.0)
+            sum += p[i] * (double)__half2float(v[table[i / l.page] * l.block + i % l.page * l.token + head * l.head + d]);
     part[threadIdx.x] = sum;
     __syncthreads();
     for (int m = 128; m > 0; m >>= 1) {
@@ -179,7 +184,8 @@ static double relative_error(const bench &b, const ekv_decode_params &p, int64_t
     std::vector<double> scores(n), expected(dim);
     std::vector<float> got(dim);
     for (int h : heads) {
-        exact_scores<<<(unsigned)((n + 255) / 256), 256>>>(b.k, p.block_table, b.l, h / b.o.group, b.q + h * dim, 1.0 / sqrt((double)dim), n, s);
+        exact_scores<<<(unsigned)((n + 255) / 256), 256>>>(b.k, p.block_table, b.l, h / b.o.group, b.q + h * dim,
+                                                           1.0 / sqrt((double)dim), n, s);
         CUDA(cudaMemcpy(scores.data(), s, n * sizeof *s, cudaMemcpyDeviceToHost));
         exact_weights(p.alpha, scores);
         CUDA(cudaMemcpy(s, scores.data(), n * sizeof *s, cudaMemcpyHostToDevice));
@@ -247,8 +253,9 @@ static void row(const bench &b, const char *policy, int64_t n) {
     CUDA(cudaGraphDestroy(graph));
     CUDA(cudaEventDestroy(begin));
     CUDA(cudaEventDestroy(end));
-    printf("%-9s %8lld %9.4f %9.4f %10.3f %7.2f%% %9.4f %7.1f%% %9.0f %10.2e\n", policy, (long long)n, times[0] * 1e3, times[1] * 1e3,
-           bytes / 1e6, 100.0 * bytes / dense, bytes / b.bandwidth * 1e3, 100.0 * bytes / b.bandwidth / times[0], support, error);
+    printf("%-9s %8lld %9.4f %9.4f %10.3f %7.2f%% %9.4f %7.1f%% %9.0f %10.2e\n", policy, (long long)n, times[0] * 1e3,
+           times[1] * 1e3, bytes / 1e6, 100.0 * bytes / dense, bytes / b.bandwidth * 1e3,
+           100.0 * bytes / b.bandwidth / times[0], support, error);
     fflush(stdout);
 }
 
@@ -260,7 +267,8 @@ static void measure_bandwidth(bench &b) {
     std::vector<float> ms;
     for (int i = 0; i < 12; i++) {
         CUDA(cudaEventRecord(begin, b.stream));
-        copy<<<132 * 16, 512, 0, b.stream>>>((const uint4 *)b.k, (uint4 *)b.v, std::min<int64_t>(bytes, b.kv.blocks * b.l.block * 2) / 16);
+        copy<<<132 * 16, 512, 0, b.stream>>>((const uint4 *)b.k, (uint4 *)b.v,
+                                             std::min<int64_t>(bytes, b.kv.blocks * b.l.block * 2) / 16);
         CUDA(cudaEventRecord(end, b.stream));
         CUDA(cudaEventSynchronize(end));
         float t;
@@ -301,7 +309,8 @@ int main(int argc, char **argv) {
         return 77;
     }
     CUDA(cudaStreamCreateWithFlags(&b.stream, cudaStreamNonBlocking));
-    const int64_t page = b.o.page, heads = b.o.heads, dim = b.o.dim, blocks = b.o.most / page, elements = blocks * page * heads * dim;
+    const int64_t page = b.o.page, heads = b.o.heads, dim = b.o.dim, blocks = b.o.most / page,
+                  elements = blocks * page * heads * dim;
     b.kv = ekv_kv_default();
     b.kv.kv_heads = (int32_t)heads;
     b.kv.k_dim = b.kv.v_dim = (int32_t)dim;
@@ -349,7 +358,8 @@ int main(int argc, char **argv) {
     CUDA(cudaDeviceSynchronize());
     float build;
     CUDA(cudaEventElapsedTime(&build, begin, end));
-    printf("kv_heads %d, group %d, dim %d, page %d, layout %s, data %s; copy bandwidth %.3f TB/s; statistics of %lld tokens built in %.2f ms\n",
+    printf("kv_heads %d, group %d, dim %d, page %d, layout %s, data %s; copy bandwidth %.3f TB/s; statistics of %lld tokens "
+           "built in %.2f ms\n",
            b.o.heads, b.o.group, b.o.dim, b.o.page, b.o.by_heads ? "heads" : "tokens", b.o.clusters ? "clusters" : "random",
            b.bandwidth * 1e-12, (long long)b.o.most, build);
     printf("policy      tokens  graph ms  calls ms         MB   dense  floor ms   share   support  rel error\n");

@@ -67,25 +67,25 @@
  *
  * DEVICE MEMORY
  *
- * The backend "cuda" is never chosen by default, since it takes pointers to device memory; ask for it by name.  Its context belongs to
- * the device that is current when it is created.  Then:
+ * The backend "cuda" is never chosen by default, since it takes pointers to device memory; ask for it by name.  Its context
+ * belongs to the device that is current when it is created.  Then:
  *
- *   Device    In ekv_decode: k, v, q, out, block_table, lengths, q_start, page_mask, report.  In the index calls: k, v, block_table,
- *             lengths, q_start and `memory`.  In ekv_page_bounds and the like: the results.
+ *   Device    In ekv_decode: k, v, q, out, block_table, lengths, q_start, page_mask, report.  In the index calls: k, v,
+ *             block_table, lengths, q_start and `memory`.  In ekv_page_bounds and the like: the results.
  *   Host      Every struct, and in ekv_decode head_alpha, head_scale and slopes, which are copied before the call returns.
  *   Sizes     batch, max_queries and max_length are host values from which the work is cut; lengths and q_start are read on the
  *             device, so that a captured CUDA graph may be replayed after they, the block table and the keys have changed.
  *   Trust     Device tables cannot be checked: a block outside of the pool, or a length above max_length, makes the heads that
  *             read it NaN.
- *   Streams   Work is enqueued on the call's stream and nothing waits for it; outputs are there when the stream has got that far.  A
- *             context serves one stream at a time (its scratch memory is shared by its steps).
+ *   Streams   Work is enqueued on the call's stream and nothing waits for it; outputs are there when the stream has got that
+ *             far.  A context serves one stream at a time (its scratch memory is shared by its steps).
  *   Memory    ekv_reserve allocates; a step does so only when it is larger than all before it, and never during stream capture.
  *             The scratch memory of a step has a ceiling of 2 GiB, past which the step runs in rounds.
  *   Limits    page_size 8, 16, ..., 256.  Fast for rows of keys and values that are aligned to 16 bytes with dimensions that
  *             are multiples of 8 and k_dim <= 256; correct for all others.
  *   Not there the managed cache: EKV_ERROR_UNSUPPORTED.  ekv_entmax works on host memory, on the CPU.
- *   Bits      One context and one cut of the work give the same bits every time.  Entmax outputs depend on the support alone, not on
- *             policy, lengths announced or device; the other results may differ from the CPU's within rounding.
+ *   Bits      The same call gives the same bits every time.  Entmax outputs depend on the support alone, not on the policy or
+ *             on what max_length says; results differ from the CPU's within rounding.
  */
 #ifndef ENTMAXKV_H
 #define ENTMAXKV_H
@@ -312,7 +312,7 @@ EKV_API ekv_status ekv_index_update(ekv_context *context, ekv_index *index, cons
 typedef struct ekv_index_append_params {
     size_t size;
     int32_t batch;
-    const int32_t *block_table; /* [batch][block_table_stride]; NULL: page p of sequence b lies in block b * block_table_stride + p */
+    const int32_t *block_table; /* [batch][block_table_stride]; NULL: page p of b lies in block b * block_table_stride + p */
     int64_t block_table_stride;
     const int32_t *lengths; /* [batch] */
     const int32_t *q_start; /* [batch + 1] or NULL */

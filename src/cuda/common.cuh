@@ -14,14 +14,14 @@
 
 #include "cuda/step.h"
 
-#define ALL_LANES 0xffffffffu
+#define ALL_LANES   0xffffffffu
 #define LIST_MARGIN 0x1p-12 /* z units: left below a lower bound of tau, so that f32 rounding never drops a candidate */
-#define TAU_SLACK 0x1p-30
+#define TAU_SLACK   0x1p-30
 
 /* ---- kernels that follow each other ---- */
 
-/* First statement of every kernel of a step.  The next kernel may be brought to the multiprocessors from here on; it waits in its own
- * begin_kernel for all of this one to be done and visible.  Nothing is read or written before that. */
+/* First statement of every kernel of a step.  The next kernel may be brought to the multiprocessors from here on; it waits in
+ * its own begin_kernel for all of this one to be done and visible.  Nothing is read or written before that. */
 __device__ __forceinline__ void begin_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -30,7 +30,8 @@ __device__ __forceinline__ void begin_kernel() {
 }
 
 /* Launches a kernel of a step; where the device can, its start overlaps the end of the one before. */
-inline cudaError_t start(void (*kernel)(const ekv_cuda_step), const ekv_cuda_step &s, long long blocks, unsigned threads, void *stream) {
+inline cudaError_t start(void (*kernel)(const ekv_cuda_step), const ekv_cuda_step &s, long long blocks, unsigned threads,
+                         void *stream) {
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -168,8 +169,8 @@ __device__ __forceinline__ void unpack(uint32_t w, __nv_bfloat16, float &a, floa
     b = __uint_as_float(w & 0xffff0000u);
 }
 
-/* Eight elements of a row as loaded, and as floats.  VEC: 16-byte loads of whole chunks; otherwise element by element, `count` of
- * them. */
+/* Eight elements of a row as loaded, and as floats.  VEC: 16-byte loads of whole chunks; otherwise element by element, `count`
+ * of them. */
 template <typename T, bool VEC> struct chunk8 {
     uint4 w;
     __device__ __forceinline__ void clear() { w = make_uint4(0, 0, 0, 0); }
@@ -235,8 +236,8 @@ template <typename T> __device__ __forceinline__ T warp_sum(T x) {
     return x;
 }
 
-/* Sums U values (one per key) over LPK lanes each.  Lane j of the LPK gets the sum of value j / (LPK / U).  Each addition joins the
- * same two lanes for every value, so that the result does not depend on which value it is. */
+/* Sums U values (one per key) over LPK lanes each.  Lane j of the LPK gets the sum of value j / (LPK / U).  Each addition joins
+ * the same two lanes for every value, so that the result does not depend on which value it is. */
 template <int LPK, int U> __device__ __forceinline__ float butterfly(float (&a)[U], int lane) {
 #pragma unroll
     for (int m = LPK / 2, left = U; m > 0; m >>= 1) {
@@ -328,8 +329,10 @@ struct page_entry {
     uint32_t mask;
 };
 
-/* prefix[c]: pages in the chunks before c; prefix[chunks] is their number.  All threads of the block call this; it ends in a barrier. */
-__device__ __forceinline__ int load_chunk_prefix(const ekv_cuda_step &s, const item_info &it, long long local_item, int *prefix) {
+/* prefix[c]: pages in the chunks before c; prefix[chunks] is their number.  All threads of the block call this; it ends in a
+ * barrier. */
+__device__ __forceinline__ int load_chunk_prefix(const ekv_cuda_step &s, const item_info &it, long long local_item,
+                                                 int *prefix) {
     if (!s.read_page) return it.pages;
     for (int c = threadIdx.x; c < s.chunks; c += blockDim.x) prefix[c + 1] = s.read_count[local_item * s.chunks + c];
     __syncthreads();
@@ -351,8 +354,8 @@ __device__ __forceinline__ int load_chunk_prefix(const ekv_cuda_step &s, const i
     return prefix[s.chunks];
 }
 
-__device__ __forceinline__ page_entry fetch_entry(const ekv_cuda_step &s, const item_info &it, long long local_item, const int *prefix,
-                                                  int e) {
+__device__ __forceinline__ page_entry fetch_entry(const ekv_cuda_step &s, const item_info &it, long long local_item,
+                                                  const int *prefix, int e) {
     page_entry entry = {e, -1, ALL_LANES};
     if (s.read_page) {
         int low = 0, high = s.chunks - 1; /* the last chunk that begins at or before e */

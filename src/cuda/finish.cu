@@ -1,10 +1,10 @@
 /*
- * From candidate lists to the output: the exact solution of each row, the values of its support, softmax's combination, the bound E
- * and the report.
+ * From candidate lists to the output: the exact solution of each row, the values of its support, softmax's combination, the
+ * bound E and the report.
  *
- * The solution is canonical (src/cpu/entmax.h): it has the same bits for every list that contains the support.  Sums over the support
- * are taken by rank, thread t of a team of N adding the ranks t, t + N, ...; values are summed by rank too, in units
- * of EKV_CUDA_SUPER ranks, so that it does not matter how many blocks share the work.  The sum that decides about a doubtful token
+ * The solution is canonical (src/cpu/entmax.h): it has the same bits for every list that contains the support.  Sums over the
+ * support are taken by rank, thread t of a team of N adding the ranks t, t + N, ...; values are summed by rank too, in units of
+ * EKV_CUDA_SUPER ranks, so that it does not matter how many blocks share the work.  The sum that decides about a doubtful token
  * (step 2 there) is taken in fixed point, where order does not matter.
  *
  * SPDX-License-Identifier: Apache-2.0
@@ -14,12 +14,12 @@
 namespace {
 
 constexpr int FINISH_THREADS = 512, MASS_THREADS = 256;
-constexpr int HELD = 2048; /* candidates that are kept in shared memory */
+constexpr int HELD = 2048;    /* candidates that are kept in shared memory */
 constexpr int PER_THREAD = 4; /* list entries that a thread takes at once when a list is compacted */
 constexpr int MAX_SEGMENTS = EKV_CUDA_MAX_SPLITS * EKV_CUDA_WARPS;
 
-/* Lists of up to SMALL_LIST, and supports of up to SMALL, are the work of one warp: they are short after a first estimate, and then
- * barriers and block-wide sums would take most of the time. */
+/* Lists of up to SMALL_LIST, and supports of up to SMALL, are the work of one warp: they are short after a first estimate, and
+ * then barriers and block-wide sums would take most of the time. */
 constexpr int SMALL_LIST = 1024, SMALL = 256;
 
 typedef block_reduce<FINISH_THREADS> finish_reduce;
@@ -83,15 +83,16 @@ struct row_list {
 
 /* ---- values ---- */
 
-/* The weighted sum of up to EKV_CUDA_SUPER value rows, ranks in order: group g of the block takes ranks g, g + groups, ... in f32,
- * the groups are added in double.  out[i] is element threadIdx.x + i * FINISH_THREADS.  Ends in a barrier. */
+/* The weighted sum of up to EKV_CUDA_SUPER value rows, ranks in order: group g of the block takes ranks g, g + groups, ... in
+ * f32, the groups are added in double.  out[i] is element threadIdx.x + i * FINISH_THREADS.  Ends in a barrier. */
 template <typename T, bool VEC>
-__device__ void sum_values(const ekv_cuda_step &s, const item_info &it, const int *token, const float *weight, int count, float *scratch,
-                           double (&out)[2]) {
+__device__ void sum_values(const ekv_cuda_step &s, const item_info &it, const int *token, const float *weight, int count,
+                           float *scratch, double (&out)[2]) {
     constexpr int UNROLL = 4;
     int lanes = 1;
     while (lanes * 8 < s.v_dim) lanes <<= 1;
-    const int groups = FINISH_THREADS / lanes, group = threadIdx.x / lanes, first = threadIdx.x % lanes * 8, left = s.v_dim - first;
+    const int groups = FINISH_THREADS / lanes, group = threadIdx.x / lanes, first = threadIdx.x % lanes * 8,
+              left = s.v_dim - first;
     const T *values = (const T *)s.v + it.head * s.v_head_stride + first;
     float sum[8];
 #pragma unroll
@@ -143,10 +144,10 @@ __device__ __forceinline__ void write_out(const ekv_cuda_step &s, const row_info
 
 /* ---- lists ---- */
 
-/* The candidates of all segments above the threshold, in token order, to the beginning of the slot's list: what is written never
- * passes what has been read.  Short lists end in shared memory too. */
-__device__ int gather_candidates(const ekv_cuda_step &s, long long slot, const int *prefix, int segments, float threshold, float *held_z,
-                                 int *held_token, finish_reduce *reduce, int &turn) {
+/* The candidates of all segments above the threshold, in token order, to the beginning of the slot's list: what is written
+ * never passes what has been read.  Short lists end in shared memory too. */
+__device__ int gather_candidates(const ekv_cuda_step &s, long long slot, const int *prefix, int segments, float threshold,
+                                 float *held_z, int *held_token, finish_reduce *reduce, int &turn) {
     float *z = s.list_z + slot * s.list_stride;
     int *token = s.list_token + slot * s.list_stride;
     const int total = prefix[segments];
@@ -235,7 +236,8 @@ __device__ __forceinline__ double beta_power(double t, double beta, int whole) {
 }
 
 /* Sums of t^beta and of t^(beta - 1) over t = d - tau > 0, by position in the list. */
-template <typename Team> __device__ void list_sums(const row_list &a, double z_max, double tau, double beta, int whole, double &s0, double &s1,
+template <typename Team>
+__device__ void list_sums(const row_list &a, double z_max, double tau, double beta, int whole, double &s0, double &s1,
                           Team &team) {
     s0 = s1 = 0.0;
 #pragma unroll 1
@@ -250,7 +252,8 @@ template <typename Team> __device__ void list_sums(const row_list &a, double z_m
 }
 
 /* beta >= 1: Newton from the left on the norm, which never passes the root. */
-template <typename Team> __device__ double newton_from_left(const row_list &a, double z_max, double beta, int whole, double tau, double enough,
+template <typename Team>
+__device__ double newton_from_left(const row_list &a, double z_max, double beta, int whole, double tau, double enough,
                                    Team &team) {
     for (int step = 0; step < 100; step++) {
         double s0, s1;
@@ -265,7 +268,8 @@ template <typename Team> __device__ double newton_from_left(const row_list &a, d
 }
 
 /* beta < 1: the sum is not convex; Newton steps inside a bracket that is halved when they leave it. */
-template <typename Team> __device__ __noinline__ double safeguarded(const row_list &a, double z_max, double beta, double low, double high, Team &team) {
+template <typename Team>
+__device__ __noinline__ double safeguarded(const row_list &a, double z_max, double beta, double low, double high, Team &team) {
     double tau = low;
     for (int step = 0; step < 200; step++) {
         double s0, s1;
@@ -282,8 +286,8 @@ template <typename Team> __device__ __noinline__ double safeguarded(const row_li
     return low;
 }
 
-/* Whether a token of score z would belong: sum over z_j > z of (z_j - z)^beta < 1, in units of 2^-52.  Near tau the sum is near 1, so
- * it does not overflow; terms are clamped so that it cannot. */
+/* Whether a token of score z would belong: sum over z_j > z of (z_j - z)^beta < 1, in units of 2^-52.  Near tau the sum is near
+ * 1, so it does not overflow; terms are clamped so that it cannot. */
 template <typename Team> __device__ __noinline__ bool belongs(const row_list &a, float z, double beta, int whole, Team &team) {
     unsigned long long sum = 0;
 #pragma unroll 1
@@ -296,7 +300,8 @@ template <typename Team> __device__ __noinline__ bool belongs(const row_list &a,
 }
 
 /* The lowest score that belongs to the support, given tau to within TAU_SLACK / 4. */
-template <typename Team> __device__ float lowest_of_support(const row_list &a, double z_max, double tau, double beta, int whole, Team &team) {
+template <typename Team>
+__device__ float lowest_of_support(const row_list &a, double z_max, double tau, double beta, int whole, Team &team) {
     double doubtful = 0.0, unused = 0.0;
 #pragma unroll 1
     for (int i = team.rank(); i < a.n; i += Team::SIZE) {
@@ -305,7 +310,8 @@ template <typename Team> __device__ float lowest_of_support(const row_list &a, d
     }
     team.sum2(doubtful, unused);
     if (doubtful == 0.0) return __double2float_ru(z_max + tau); /* nothing lies between tau and there, wherever it rounds */
-    uint32_t low = order_of(__double2float_rd(z_max + tau - TAU_SLACK)), high = order_of(__double2float_ru(z_max + tau + TAU_SLACK));
+    uint32_t low = order_of(__double2float_rd(z_max + tau - TAU_SLACK)),
+             high = order_of(__double2float_ru(z_max + tau + TAU_SLACK));
     while (low + 1 < high) {
         const uint32_t middle = low + (high - low) / 2;
         if (belongs(a, from_order(middle), beta, whole, team))
@@ -321,7 +327,7 @@ template <typename Team> __device__ double tau_of_support(const row_list &a, dou
     if (beta < 1.0) {
         double lowest = 0.0;
 #pragma unroll 1
-    for (int i = team.rank(); i < a.n; i += Team::SIZE) lowest = fmin(lowest, (double)a.z[i] - z_max);
+        for (int i = team.rank(); i < a.n; i += Team::SIZE) lowest = fmin(lowest, (double)a.z[i] - z_max);
         lowest = -team.max1(-lowest);
         return safeguarded(a, z_max, beta, -1.0, lowest, team);
     }
@@ -354,8 +360,8 @@ template <typename Team> __device__ double tau_of_support(const row_list &a, dou
     return mean - x;
 }
 
-/* A lower bound of tau - top in f32, but for rounding: the iteration of raise_floor (typed.cuh).  Whole powers up to 3 are near the root
- * after it; with a power above 64 nothing is gained. */
+/* A lower bound of tau - top in f32, but for rounding: the iteration of raise_floor (typed.cuh).  Whole powers up to 3 are near
+ * the root after it; with a power above 64 nothing is gained. */
 template <typename Team>
 __device__ __forceinline__ float estimate_tau(const row_list &a, float top, float tau, int power, Team &team) {
     if (power > 64) return tau;
@@ -363,7 +369,7 @@ __device__ __forceinline__ float estimate_tau(const row_list &a, float top, floa
     for (int step = 0; step < 6; step++) {
         float f0 = 0.0f, f1 = 0.0f;
 #pragma unroll 4
-    for (int i = team.rank(); i < a.n; i += Team::SIZE) {
+        for (int i = team.rank(); i < a.n; i += Team::SIZE) {
             const float t = fmaxf(a.z[i] - top - tau, 0.0f);
             float u = 1.0f; /* t^(power - 1) */
             if (power == 2) {
@@ -387,8 +393,8 @@ __device__ __forceinline__ float estimate_tau(const row_list &a, float top, floa
     return tau;
 }
 
-/* Steps 1 and 2: the list becomes the support.  Returns its largest score; NaN if there is a NaN or +infinity, -infinity if nothing can
- * have weight, and then the list is empty. */
+/* Steps 1 and 2: the list becomes the support.  Returns its largest score; NaN if there is a NaN or +infinity, -infinity if
+ * nothing can have weight, and then the list is empty. */
 template <typename Team>
 __device__ __forceinline__ double find_support(row_list &a, double alpha, int power, float threshold, Team &team) {
     const double beta = 1.0 / (alpha - 1.0);
@@ -418,7 +424,8 @@ __device__ __forceinline__ double find_support(row_list &a, double alpha, int po
 }
 
 /* Step 3: weights and tau (absolute) from the support alone. */
-template <typename Team> __device__ __forceinline__ double weigh_support(const row_list &a, double top, double alpha, Team &team) {
+template <typename Team>
+__device__ __forceinline__ double weigh_support(const row_list &a, double top, double alpha, Team &team) {
     const double beta = 1.0 / (alpha - 1.0);
     const int whole = whole_beta(beta);
     const double tau = tau_of_support(a, top, beta, whole, team);
@@ -426,7 +433,8 @@ template <typename Team> __device__ __forceinline__ double weigh_support(const r
     if (beta < 1.0) { /* the slope is unbounded at tau, so the last rounding of tau shows: normalise */
         double sum = 0.0;
 #pragma unroll 1
-    for (int i = team.rank(); i < a.n; i += Team::SIZE) sum += beta_power(fmax((double)a.z[i] - top - tau, 0.0), beta, whole);
+        for (int i = team.rank(); i < a.n; i += Team::SIZE)
+            sum += beta_power(fmax((double)a.z[i] - top - tau, 0.0), beta, whole);
         team.sum2(sum, unused);
         scale = 1.0 / sum;
     }
@@ -452,8 +460,9 @@ __device__ __noinline__ double weigh_by_warp(const row_list &a, double top, doub
     return weigh_support(a, top, alpha, warp);
 }
 
-/* Solves a list in place: on return it is the support with its weights.  tau is absolute; NaN for bad scores.  `held`: the list in shared
- * memory, which short lists are in.  Which team takes step 3, and so the order of its sums, depends on the size of the support alone. */
+/* Solves a list in place: on return it is the support with its weights.  tau is absolute; NaN for bad scores.  `held`: the list
+ * in shared memory, which short lists are in.  Which team takes step 3, and so the order of its sums, depends on the size of
+ * the support alone. */
 __device__ __forceinline__ double solve(row_list &a, row_list held, double alpha, int power, float threshold, solution *shared,
                                         block_team &block) {
     warp_team warp;
@@ -493,7 +502,8 @@ union finish_scratch {
     float sums[FINISH_THREADS * 8];
 };
 
-/* One row: merges its candidate lists, solves, and, for a support of up to EKV_CUDA_SUPER, sums the values and writes the output. */
+/* One row: merges its candidate lists, solves, and, for a support of up to EKV_CUDA_SUPER, sums the values and writes the
+ * output. */
 template <typename T, bool VEC> __global__ void __launch_bounds__(FINISH_THREADS) finish_rows(const ekv_cuda_step s) {
     __shared__ finish_scratch s_scratch;
     __shared__ finish_reduce s_reduce;
@@ -544,10 +554,12 @@ template <typename T, bool VEC> __global__ void __launch_bounds__(FINISH_THREADS
     if (a.n > EKV_CUDA_SUPER) return;
     double out[2];
     sum_values<T, VEC>(s, it, a.token, a.weight, a.n, s_scratch.sums, out);
-    for (int i = 0, d = threadIdx.x; d < s.v_dim; i++, d += FINISH_THREADS) write_out(s, row, d, tau != tau ? CUDART_NAN_F : (float)out[i]);
+    for (int i = 0, d = threadIdx.x; d < s.v_dim; i++, d += FINISH_THREADS)
+        write_out(s, row, d, tau != tau ? CUDART_NAN_F : (float)out[i]);
 }
 
-/* Rows whose support is larger: each block sums some units of EKV_CUDA_SUPER ranks; the last to be done adds the units in order. */
+/* Rows whose support is larger: each block sums some units of EKV_CUDA_SUPER ranks; the last to be done adds the units in
+ * order. */
 template <typename T, bool VEC> __global__ void __launch_bounds__(FINISH_THREADS) sum_large(const ekv_cuda_step s) {
     __shared__ float s_sums[FINISH_THREADS * 8];
     __shared__ bool s_last;
@@ -564,7 +576,8 @@ template <typename T, bool VEC> __global__ void __launch_bounds__(FINISH_THREADS
     for (int u = split; u < units; u += s.value_splits) {
         const int first = u * EKV_CUDA_SUPER;
         sum_values<T, VEC>(s, it, token + first, weight + first, min(EKV_CUDA_SUPER, n - first), s_sums, out);
-        for (int i = 0, d = threadIdx.x; d < s.v_dim; i++, d += FINISH_THREADS) s.value_part[(slot * s.supers + u) * s.v_dim + d] = out[i];
+        for (int i = 0, d = threadIdx.x; d < s.v_dim; i++, d += FINISH_THREADS)
+            s.value_part[(slot * s.supers + u) * s.v_dim + d] = out[i];
     }
     __threadfence();
     __syncthreads();
@@ -639,7 +652,8 @@ __device__ __forceinline__ bool reads(const ekv_cuda_step &s, long long local_it
         else
             high = middle;
     }
-    return low < s.read_count[local_item * s.chunks + chunk] && s.read_page[at + low] == page && (s.read_mask[at + low] >> r & 1u);
+    return low < s.read_count[local_item * s.chunks + chunk] && s.read_page[at + low] == page &&
+           (s.read_mask[at + low] >> r & 1u);
 }
 
 /* The bound E on the mass of the unread pages, and whether they are proven to hold nothing (src/dispatch/mass.c); not tuned. */
@@ -701,7 +715,8 @@ __global__ void __launch_bounds__(MASS_THREADS) bound_mass(const ekv_cuda_step s
             const bool last = step == 200 || !(middle > low && middle < high);
             if (last) middle = low;
             for (int page = threadIdx.x; page < pages; page += MASS_THREADS)
-                if ((double)bound[page] > middle) unread_mass += (double)page_tokens(s, row.n, page) * pow((double)bound[page] - middle, beta);
+                if ((double)bound[page] > middle)
+                    unread_mass += (double)page_tokens(s, row.n, page) * pow((double)bound[page] - middle, beta);
             for (int i = threadIdx.x; i < n; i += MASS_THREADS)
                 if ((double)z[i] > middle) read_mass += pow((double)z[i] - middle, beta);
             s_reduce.sum2(unread_mass, read_mass, turn);
@@ -795,7 +810,8 @@ __global__ void __launch_bounds__(MASS_THREADS) write_report(const ekv_cuda_step
         out.tau = result.tau;
         out.mass_bound = whole ? 0.0 : result.mass;
         out.error_bound = whole ? 0.0 : result.error;
-        out.support = row.softmax ? (result.tau > -CUDART_INF || result.tau != result.tau ? (int64_t)tokens : 0) : result.support;
+        out.support =
+            row.softmax ? (result.tau > -CUDART_INF || result.tau != result.tau ? (int64_t)tokens : 0) : result.support;
         out.tokens = (int64_t)tokens;
         out.pages = (int64_t)pages;
         out.certified = whole || result.mass == 0.0;
@@ -816,14 +832,15 @@ __global__ void __launch_bounds__(MASS_THREADS) write_report(const ekv_cuda_step
 
 template <typename T> bool values_aligned(const ekv_cuda_step &s) {
     const int per = 16 / (int)sizeof(T);
-    return ((uintptr_t)s.v & 15) == 0 && s.v_block_stride % per == 0 && s.v_token_stride % per == 0 && s.v_head_stride % per == 0 &&
-           s.v_dim % 8 == 0;
+    return ((uintptr_t)s.v & 15) == 0 && s.v_block_stride % per == 0 && s.v_token_stride % per == 0 &&
+           s.v_head_stride % per == 0 && s.v_dim % 8 == 0;
 }
 
 template <typename T> int launch_values(const ekv_cuda_step &s, bool large, cudaStream_t stream) {
     const long long rows = s.round_items * s.rows;
     const bool vec = values_aligned<T>(s);
-    if (large) return (int)start(vec ? sum_large<T, true> : sum_large<T, false>, s, rows * s.value_splits, FINISH_THREADS, stream);
+    if (large)
+        return (int)start(vec ? sum_large<T, true> : sum_large<T, false>, s, rows * s.value_splits, FINISH_THREADS, stream);
     return (int)start(vec ? finish_rows<T, true> : finish_rows<T, false>, s, rows, FINISH_THREADS, stream);
 }
 

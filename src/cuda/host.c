@@ -21,12 +21,12 @@
 #include <stdio.h>
 #include <string.h>
 
-#define SCRATCH_CEILING ((size_t)2 << 30) /* a step that needs more runs in rounds */
+#define SCRATCH_CEILING       ((size_t)2 << 30) /* a step that needs more runs in rounds */
 #define LEAST_TOKENS_PER_WARP 32
 
 typedef struct ekv_cuda {
     int device, multiprocessors, major; /* major compute capability */
-    cudaStream_t stream; /* of calls that have none of their own */
+    cudaStream_t stream;                /* of calls that have none of their own */
     void *scratch;
     size_t scratch_bytes;
     double zeta_quantile, zeta; /* of zeta_n scores; 0: not computed yet */
@@ -43,11 +43,11 @@ static ekv_status fail_cuda(ekv_context *context, cudaError_t error, const char 
     return ekv_fail(context, status, "CUDA: %s: %s (%s)", what, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
-#define CUDA_TRY(context, call, what)                                        \
-    do {                                                                     \
-        const cudaError_t error_ = (call);                                   \
-        if (error_ != cudaSuccess) return fail_cuda(context, error_, what);  \
-    } while (0)
+#define CUDA_TRY(context, call, what)                                                                                          \
+  do {                                                                                                                         \
+    const cudaError_t error_ = (call);                                                                                         \
+    if (error_ != cudaSuccess) return fail_cuda(context, error_, what);                                                        \
+  } while (0)
 
 /* Makes the context's device current; *previous is for leave_device. */
 static ekv_status enter_device(ekv_context *context, int device, int *previous) {
@@ -68,8 +68,9 @@ const char *ekv_cuda_missing(void) {
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     if (error != cudaSuccess) {
         (void)cudaGetLastError();
-        return error == cudaErrorInsufficientDriver ? "no NVIDIA driver, or one that is older than the CUDA runtime of this build"
-                                                    : cudaGetErrorString(error);
+        return error == cudaErrorInsufficientDriver
+                   ? "no NVIDIA driver, or one that is older than the CUDA runtime of this build"
+                   : cudaGetErrorString(error);
     }
     return major >= 8 ? NULL : "needs a GPU of compute capability 8.0 or newer";
 }
@@ -111,17 +112,18 @@ int ekv_cuda_device(const ekv_context *context) { return state_of(context)->devi
 ekv_status ekv_cuda_check(ekv_context *context, ekv_step *step) {
     ekv_decode_params *p = &step->p;
     const ekv_kv *kv = &step->kv;
-#define SUPPORTED(condition, ...) \
-    if (!(condition)) return ekv_fail(context, EKV_ERROR_UNSUPPORTED, __VA_ARGS__)
-#define VALID(condition, ...) \
-    if (!(condition)) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, __VA_ARGS__)
+#define SUPPORTED(condition, ...)                                                                                              \
+  if (!(condition)) return ekv_fail(context, EKV_ERROR_UNSUPPORTED, __VA_ARGS__)
+#define VALID(condition, ...)                                                                                                  \
+  if (!(condition)) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, __VA_ARGS__)
     SUPPORTED(kv->page_size >= 8 && (kv->page_size & (kv->page_size - 1)) == 0,
               "kv->page_size is %d: the cuda backend takes powers of two from 8", (int)kv->page_size);
     if (p->max_length == 0) p->max_length = p->block_table_stride * kv->page_size;
     VALID(p->max_length >= 0 && p->max_length <= INT32_MAX - EKV_MAX_PAGE_SIZE, "max_length is %lld, not in 0..2^31-257",
           (long long)p->max_length);
     VALID(ekv_ceil_div(p->max_length, kv->page_size) <= p->block_table_stride || (p->batch <= 1 && !p->block_table),
-          "max_length is %lld, more than block_table_stride %lld pages", (long long)p->max_length, (long long)p->block_table_stride);
+          "max_length is %lld, more than block_table_stride %lld pages", (long long)p->max_length,
+          (long long)p->block_table_stride);
     if (!p->q_start && p->max_queries == 0) p->max_queries = 1;
     VALID(p->max_queries >= 1, "max_queries is %d: with q_start in device memory it says the most query tokens of a sequence",
           (int)p->max_queries);
@@ -129,7 +131,8 @@ ekv_status ekv_cuda_check(ekv_context *context, ekv_step *step) {
     VALID(p->policy != EKV_POLICY_PAGES || ekv_ceil_div(p->max_length, kv->page_size) <= p->page_mask_stride,
           "page_mask_stride is %lld, less than the pages of max_length", (long long)p->page_mask_stride);
     step->tokens = (int64_t)p->batch * p->max_queries;
-    SUPPORTED(step->tokens * p->q_heads < (int64_t)1 << 31, "batch * max_queries * q_heads is %lld: the cuda backend takes less than 2^31",
+    SUPPORTED(step->tokens * p->q_heads < (int64_t)1 << 31,
+              "batch * max_queries * q_heads is %lld: the cuda backend takes less than 2^31",
               (long long)(step->tokens * p->q_heads));
     return EKV_OK;
 }
@@ -150,7 +153,8 @@ static bool is_aligned(const void *base, int64_t a, int64_t b, int64_t c, int32_
 /* Rows that share reads: as many as the registers of the kernel that fits the dimensions hold (typed.cuh). */
 static int32_t rows_of(const ekv_step *step, const cut *u) {
     const ekv_kv *kv = &step->kv;
-    bool fast = kv->k_dim <= 256 && is_aligned(kv->k, kv->k_block_stride, kv->k_token_stride, kv->k_head_stride, kv->k_dim, kv->dtype);
+    bool fast =
+        kv->k_dim <= 256 && is_aligned(kv->k, kv->k_block_stride, kv->k_token_stride, kv->k_head_stride, kv->k_dim, kv->dtype);
     if (u->softmax)
         fast = fast && is_aligned(kv->v, kv->v_block_stride, kv->v_token_stride, kv->v_head_stride, kv->v_dim, kv->dtype);
     const int64_t most = !fast ? 2 : u->softmax ? 4 : EKV_CUDA_MAX_ROWS, total = (int64_t)step->p.max_queries * step->group;
@@ -263,8 +267,8 @@ static void describe(const ekv_context *context, const ekv_step *step, ekv_cuda_
     s->supers = ekv_ceil_div(p->max_length, EKV_CUDA_SUPER);
     s->groups = ekv_ceil_div(s->max_pages, EKV_CUDA_GROUP);
     /* Chunks of pages: enough blocks to fill the device, each at least what its warps take at once. */
-    const int64_t per_chunk = ekv_max64(ekv_max64(1, u->items * s->max_pages / (8 * processors)),
-                                        ekv_ceil_div(s->max_pages, EKV_CUDA_MAX_CHUNKS));
+    const int64_t per_chunk =
+        ekv_max64(ekv_max64(1, u->items * s->max_pages / (8 * processors)), ekv_ceil_div(s->max_pages, EKV_CUDA_MAX_CHUNKS));
     s->chunk_pages = (int32_t)(ekv_ceil_div(per_chunk, 256) * 256);
     s->chunks = (int32_t)ekv_ceil_div(s->max_pages, s->chunk_pages);
 }
@@ -339,11 +343,11 @@ ekv_status ekv_cuda_reserve(ekv_context *context, const ekv_step *step) {
 
 /* ---- launching ---- */
 
-#define LAUNCH(call, what)                                                                        \
-    do {                                                                                          \
-        const int error_ = (call);                                                                \
-        if (error_ != 0) return fail_cuda(context, (cudaError_t)error_, "launch of " what);       \
-    } while (0)
+#define LAUNCH(call, what)                                                                                                     \
+  do {                                                                                                                         \
+    const int error_ = (call);                                                                                                 \
+    if (error_ != 0) return fail_cuda(context, (cudaError_t)error_, "launch of " what);                                        \
+  } while (0)
 
 static int launch_scan(const ekv_cuda_step *s, int dtype, int kind, void *stream) {
     return dtype == EKV_F32   ? ekv_cuda_launch_scan_f32(s, kind, stream)
@@ -358,8 +362,9 @@ static ekv_status upload_heads(ekv_context *context, const ekv_step *step, const
         const int32_t n = (int32_t)ekv_min64(EKV_CUDA_HEADS_PER_LAUNCH, p->q_heads - first);
         for (int32_t i = 0; i < n; i++) {
             const float scale = p->head_scale ? p->head_scale[first + i] : p->scale;
-            head[i] = (ekv_cuda_head){ekv_alpha_of(p, first + i), scale == 0.0f ? (float)(1.0 / sqrt((double)step->kv.k_dim)) : scale,
-                                      p->slopes ? p->slopes[first + i] : 0.0f};
+            head[i] =
+                (ekv_cuda_head){ekv_alpha_of(p, first + i), scale == 0.0f ? (float)(1.0 / sqrt((double)step->kv.k_dim)) : scale,
+                                p->slopes ? p->slopes[first + i] : 0.0f};
         }
         LAUNCH(ekv_cuda_launch_heads((ekv_cuda_head *)s->heads + first, head, n, p->stream), "heads");
     }
@@ -452,11 +457,13 @@ ekv_status ekv_cuda_decode(ekv_context *context, const ekv_step *step) {
     return run(context, step, &s, &u);
 }
 
-ekv_status ekv_cuda_query(ekv_context *context, const ekv_step *step, ekv_cuda_query_kind kind, void *a, void *b, int64_t stride) {
+ekv_status ekv_cuda_query(ekv_context *context, const ekv_step *step, ekv_cuda_query_kind kind, void *a, void *b,
+                          int64_t stride) {
     ekv_cuda_step s;
     cut u;
     make_cut(context, step, &s, &u, (int)kind);
-    VALID(s.max_pages <= stride || step->p.max_length == 0, "stride is %lld, less than the pages of max_length", (long long)stride);
+    VALID(s.max_pages <= stride || step->p.max_length == 0, "stride is %lld, less than the pages of max_length",
+          (long long)stride);
     s.query_a = a;
     s.query_b = b;
     s.query_stride = stride;
@@ -465,7 +472,8 @@ ekv_status ekv_cuda_query(ekv_context *context, const ekv_step *step, ekv_cuda_q
 
 /* ---- the index ---- */
 
-static ekv_status create_memory(ekv_context *context, void **memory, size_t bytes, bool owned, size_t counts_at, size_t counts_bytes) {
+static ekv_status create_memory(ekv_context *context, void **memory, size_t bytes, bool owned, size_t counts_at,
+                                size_t counts_bytes) {
     ekv_cuda *c = state_of(context);
     if (owned) CUDA_TRY(context, cudaMalloc(memory, bytes), "cudaMalloc of the index");
     cudaError_t error = cudaMemsetAsync((char *)*memory + counts_at, 0, counts_bytes, c->stream);
@@ -475,7 +483,8 @@ static ekv_status create_memory(ekv_context *context, void **memory, size_t byte
     return fail_cuda(context, error, "cudaMemset of the index");
 }
 
-ekv_status ekv_cuda_index_create(ekv_context *context, void **memory, size_t bytes, bool owned, size_t counts_at, size_t counts_bytes) {
+ekv_status ekv_cuda_index_create(ekv_context *context, void **memory, size_t bytes, bool owned, size_t counts_at,
+                                 size_t counts_bytes) {
     int previous;
     const int device = state_of(context)->device;
     ekv_status status = enter_device(context, device, &previous);
@@ -496,14 +505,25 @@ ekv_status ekv_cuda_index_pages(ekv_context *context, ekv_index *index, const ek
     ekv_cuda *c = state_of(context);
     const ekv_index_params *shape = &index->shape;
     const int64_t size = shape->page_size;
-    ekv_cuda_build b = {.kv_heads = shape->kv_heads, .k_dim = shape->k_dim, .v_dim = shape->v_dim, .page_size = shape->page_size,
-                        .dtype = (int32_t)shape->dtype, .table = pages->block_table, .lengths = pages->lengths,
-                        .counts_in = pages->counts_start, .table_stride = pages->block_table_stride, .length = pages->length,
-                        .batch = pages->batch, .max_count = (int32_t)ekv_min64(pages->max_count, INT32_MAX), .counts = index->counts,
-                        .index_blocks = shape->blocks, .box_bytes = (int64_t)index->box_bytes,
+    ekv_cuda_build b = {.kv_heads = shape->kv_heads,
+                        .k_dim = shape->k_dim,
+                        .v_dim = shape->v_dim,
+                        .page_size = shape->page_size,
+                        .dtype = (int32_t)shape->dtype,
+                        .table = pages->block_table,
+                        .lengths = pages->lengths,
+                        .counts_in = pages->counts_start,
+                        .table_stride = pages->block_table_stride,
+                        .length = pages->length,
+                        .batch = pages->batch,
+                        .max_count = (int32_t)ekv_min64(pages->max_count, INT32_MAX),
+                        .counts = index->counts,
+                        .index_blocks = shape->blocks,
+                        .box_bytes = (int64_t)index->box_bytes,
                         .moments_bytes = (int64_t)index->moments_bytes};
     b.first_page = pages->first / size;
-    b.pages = pages->lengths ? ekv_ceil_div(pages->max_count, size) + 1 : ekv_ceil_div(pages->first + pages->max_count, size) - b.first_page;
+    b.pages = pages->lengths ? ekv_ceil_div(pages->max_count, size) + 1
+                             : ekv_ceil_div(pages->first + pages->max_count, size) - b.first_page;
     if (shape->statistics & EKV_STATISTICS_BOX) b.boxes = index->boxes;
     if (shape->statistics & EKV_STATISTICS_GAUSSIAN) b.moments = index->moments;
     if (shape->statistics & EKV_STATISTICS_NORMS) b.norms = index->norms;

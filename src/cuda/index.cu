@@ -1,6 +1,6 @@
 /*
- * Page statistics from keys and values in device memory; what they are: entmaxkv/kernels.h (box, moments, norms).  A warp takes one page
- * of one head; sums are in a fixed order, moments in two passes.
+ * Page statistics from keys and values in device memory; what they are: entmaxkv/kernels.h (box, moments, norms).  A warp takes
+ * one page of one head; sums are in a fixed order, moments in two passes.
  *
  * SPDX-License-Identifier: Apache-2.0
  */
@@ -35,7 +35,8 @@ template <typename T> __device__ void build_box(const T *rows, long long stride,
     for (int d = lane; d < 2 * dim; d += 32) put(out + d, CUDART_NAN_F);
 }
 
-template <typename T> __device__ void build_moments(const T *rows, long long stride, int n, int dim, typename moments_type<T>::type *out) {
+template <typename T>
+__device__ void build_moments(const T *rows, long long stride, int n, int dim, typename moments_type<T>::type *out) {
     const float share = 1.0f / (float)n;
     for (int d = threadIdx.x & 31; d < dim; d += 32) {
         float mean = 0.0f, squares = 0.0f;
@@ -98,7 +99,8 @@ template <typename T> __global__ void __launch_bounds__(BUILD_THREADS) build_pag
     const long long at = t.head * b.index_blocks + t.block;
     if (b.boxes) build_box(keys, b.k_token_stride, t.n, b.k_dim, (T *)(b.boxes + at * b.box_bytes));
     if (b.moments)
-        build_moments(keys, b.k_token_stride, t.n, b.k_dim, (typename moments_type<T>::type *)(b.moments + at * b.moments_bytes));
+        build_moments(keys, b.k_token_stride, t.n, b.k_dim,
+                      (typename moments_type<T>::type *)(b.moments + at * b.moments_bytes));
     if (b.norms) {
         build_norm(keys, b.k_token_stride, t.n, b.k_dim, b.norms + at * 2);
         build_norm(values, b.v_token_stride, t.n, b.v_dim, b.norms + at * 2 + 1);

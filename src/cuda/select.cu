@@ -24,10 +24,12 @@ struct topk_scratch {
     int listed, digit, left;
 };
 
-/* The order of the k-th largest of values(i), i < n (a value of 0 takes no part; no real bound has it), 11, 11 and 10 bits at a time.
- * k: in, at least 1 and at most the number of values; out, how many of exactly that order belong to the k.  *equal: their number. */
+/* The order of the k-th largest of values(i), i < n (a value of 0 takes no part; no real bound has it), 11, 11 and 10 bits at a
+ * time. k: in, at least 1 and at most the number of values; out, how many of exactly that order belong to the k.  *equal: their
+ * number. */
 template <typename F>
-__device__ uint32_t kth_largest(F values, int n, int &k, int &equal, topk_scratch *w, block_reduce<CUT_THREADS> *reduce, int &turn) {
+__device__ uint32_t kth_largest(F values, int n, int &k, int &equal, topk_scratch *w, block_reduce<CUT_THREADS> *reduce,
+                                int &turn) {
     uint32_t prefix = 0;
     for (int pass = 0; pass < 3; pass++) {
         const int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, width = pass == 2 ? 10 : 11;
@@ -43,7 +45,8 @@ __device__ uint32_t kth_largest(F values, int n, int &k, int &equal, topk_scratc
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
                 if (base + i * CUT_THREADS >= n) break;
-                const bool in = order[i] && (unsigned long long)order[i] >> (shift + width) == (unsigned long long)prefix >> (shift + width);
+                const bool in = order[i] && (unsigned long long)order[i] >> (shift + width) ==
+                                                (unsigned long long)prefix >> (shift + width);
                 const int digit = in ? (int)(order[i] >> shift & ((1u << width) - 1u)) : -1;
                 const uint32_t same = __match_any_sync(ALL_LANES, digit); /* few leading digits occur: one addition for all */
                 if (in && __ffs(same) - 1 == (int)(threadIdx.x & 31)) atomicAdd(&w->count[digit], __popc(same));
@@ -72,20 +75,20 @@ __device__ uint32_t kth_largest(F values, int n, int &k, int &equal, topk_scratc
     return prefix;
 }
 
-/* The order of the k-th largest bound among the pages that are not forced, and the index of the last page of exactly that order that
- * still belongs to the k.
+/* The order of the k-th largest bound among the pages that are not forced, and the index of the last page of exactly that order
+ * that still belongs to the k.
  *
- * Where there are at least k groups of pages, few pages are looked at: the k-th largest of the groups' largest bounds is a lower bound
- * of the cut, and only groups that reach it are opened. */
-__device__ void cut_topk(const ekv_cuda_step &s, const row_info &row, const float *bound, const ekv_cuda_group *group, int pages,
-                         ekv_cuda_cut *out, topk_scratch *w, block_reduce<CUT_THREADS> *reduce) {
+ * Where there are at least k groups of pages, few pages are looked at: the k-th largest of the groups' largest bounds is a
+ * lower bound of the cut, and only groups that reach it are opened. */
+__device__ void cut_topk(const ekv_cuda_step &s, const row_info &row, const float *bound, const ekv_cuda_group *group,
+                         int pages, ekv_cuda_cut *out, topk_scratch *w, block_reduce<CUT_THREADS> *reduce) {
     const auto value = [&](int page) -> uint32_t {
         const float x = bound[page];
         return x != x || forced(s, row.n, pages, page) ? 0u : order_of(x);
     };
     const auto best = [&](int g) -> uint32_t { /* 0: no page to choose from */
-        const int in_group = min(EKV_CUDA_GROUP, pages - g * EKV_CUDA_GROUP);
-        return group[g].forced < in_group ? order_of(group[g].best) : 0u;
+                                               const int in_group = min(EKV_CUDA_GROUP, pages - g * EKV_CUDA_GROUP);
+                                               return group[g].forced < in_group ? order_of(group[g].best) : 0u;
     };
     const int groups = (pages + EKV_CUDA_GROUP - 1) / EKV_CUDA_GROUP;
     int turn = 0, out_of_choice = 0, with_value = 0, total;
@@ -109,7 +112,8 @@ __device__ void cut_topk(const ekv_cuda_step &s, const row_info &row, const floa
     if (threadIdx.x == 0) w->listed = 0;
     __syncthreads();
     const int lane = threadIdx.x & 31;
-    for (int base = threadIdx.x - lane; base < groups; base += CUT_THREADS) { /* all pages that may belong to the k, in any order */
+    for (int base = threadIdx.x - lane; base < groups;
+         base += CUT_THREADS) { /* all pages that may belong to the k, in any order */
         uint32_t open = __ballot_sync(ALL_LANES, base + lane < groups && best(base + lane) >= least);
         for (; open; open &= open - 1) {
             const int page = (base + __ffs(open) - 1) * EKV_CUDA_GROUP + lane;
@@ -131,7 +135,8 @@ __device__ void cut_topk(const ekv_cuda_step &s, const row_info &row, const floa
         return;
     }
     /* The k-th page of that order: thread t counts its own run of pages. */
-    const int run = (pages + CUT_THREADS - 1) / CUT_THREADS, begin = min(pages, (int)threadIdx.x * run), end = min(pages, begin + run);
+    const int run = (pages + CUT_THREADS - 1) / CUT_THREADS, begin = min(pages, (int)threadIdx.x * run),
+              end = min(pages, begin + run);
     int here = 0;
     for (int page = begin; page < end; page++) here += value(page) == cut;
     const int before = reduce->prefix(here, total, turn);
@@ -150,8 +155,8 @@ struct mixture {
     double mean, deviation, count;
     const float *means, *deviations;
     int pages, n;
-    int per_bit;                /* a thread's pages threadIdx.x, + CUT_THREADS, ...: bit i stands for per_bit of them, */
-    unsigned long long active;  /* and is set if one of them can have mass above the lowest tau that is tried */
+    int per_bit;               /* a thread's pages threadIdx.x, + CUT_THREADS, ...: bit i stands for per_bit of them, */
+    unsigned long long active; /* and is set if one of them can have mass above the lowest tau that is tried */
 };
 
 /* E[max(x - tau, 0)^b] for whole b and its slope, see src/cpu/page.h. */
@@ -182,7 +187,8 @@ __device__ __forceinline__ void quadrature_range(double mean, double deviation, 
     const double s = fmax(deviation, 1e-9), a = (tau - mean) / s, root = sqrt(a * a + 4.0 * (beta + 1.0));
     const double peak = a > 0.0 ? 2.0 * (beta + 1.0) / (a + root) : 0.5 * (root - a);
     const double least = peak * exp(-35.0 / (beta + 1.0));
-    const double low = log(fmax(peak - 9.0, least)), high = log(peak + 9.0), h = (high - low) / (POINTS - 1), scale = beta * log(s);
+    const double low = log(fmax(peak - 9.0, least)), high = log(peak + 9.0), h = (high - low) / (POINTS - 1),
+                 scale = beta * log(s);
     double m0 = 0.0, m1 = 0.0;
     for (int i = first; i < POINTS; i += step) {
         const double log_t = low + h * i, t = exp(log_t);
@@ -195,7 +201,9 @@ __device__ __forceinline__ void quadrature_range(double mean, double deviation, 
 }
 
 /* Less than 1e-19 of the page's tokens lie above tau. */
-__device__ __forceinline__ bool no_mass(double mean, double deviation, double tau) { return mean - tau < -9.0 * deviation - 1e-8; }
+__device__ __forceinline__ bool no_mass(double mean, double deviation, double tau) {
+    return mean - tau < -9.0 * deviation - 1e-8;
+}
 
 /* Which of the thread's pages can have mass above `low`. */
 __device__ void find_active(mixture &m, double low) {
@@ -212,7 +220,8 @@ __device__ void find_active(mixture &m, double low) {
         }
 #pragma unroll
         for (int i = 0; i < BATCH; i++)
-            if (base + i < mine && !no_mass((double)mean[i], (double)deviation[i], low)) m.active |= 1ull << (base + i) / m.per_bit;
+            if (base + i < mine && !no_mass((double)mean[i], (double)deviation[i], low))
+                m.active |= 1ull << (base + i) / m.per_bit;
     }
 }
 

@@ -1,10 +1,10 @@
 /*
  * The kernels that read keys, values of softmax rows, or page statistics; compiled once per storage type by typed_*.cu.
  *
- * A key is read by LPK lanes of a warp, eight elements (a chunk) to a lane and CH chunks to a lane, so that a warp reads 32 / LPK keys
- * with one instruction; U keys per lane group are in flight before the first is used.  Lane group g takes U consecutive tokens of a
- * page (U <= 8 divides the page size): one look-up of the block table then serves U keys.  After `butterfly` lane j of a group
- * holds the score of token j / (LPK / U), so that lane order is token order.
+ * A key is read by LPK lanes of a warp, eight elements (a chunk) to a lane and CH chunks to a lane, so that a warp reads 32 /
+ * LPK keys with one instruction; U keys per lane group are in flight before the first is used.  Lane group g takes U
+ * consecutive tokens of a page (U <= 8 divides the page size): one look-up of the block table then serves U keys.  After
+ * `butterfly` lane j of a group holds the score of token j / (LPK / U), so that lane order is token order.
  *
  * SPDX-License-Identifier: Apache-2.0
  */
@@ -19,9 +19,9 @@ constexpr int WARPS = EKV_CUDA_WARPS, THREADS = 32 * WARPS;
 
 template <typename T, int LPK, int CH, int R> struct scan_shape {
     static constexpr int U = sizeof(T) == 4 || R >= 8 || CH > 1 ? 4 : 8;
-    static constexpr int KPW = 32 / LPK;            /* keys per warp instruction */
-    static constexpr int TILE = KPW * U;            /* tokens of a warp at once */
-    static constexpr int DIM = LPK * CH * 8;        /* padded dimension */
+    static constexpr int KPW = 32 / LPK;     /* keys per warp instruction */
+    static constexpr int TILE = KPW * U;     /* tokens of a warp at once */
+    static constexpr int DIM = LPK * CH * 8; /* padded dimension */
     static constexpr int BLOCKS = CH > 1 ? 2 : R == 1 ? (sizeof(T) == 4 ? 3 : 4) : R == 2 ? 3 : 2; /* per multiprocessor */
     static constexpr int CAPACITY = R <= 2 ? 256 : R == 4 ? 128 : 64; /* candidates that a warp holds per row */
 };
@@ -56,10 +56,11 @@ __device__ __forceinline__ void take_query(const float (*q)[LPK * CH * 8], int j
 
 /* ---- scores ---- */
 
-/* Dot products of up to U keys (`valid` of them exist; rows `stride` elements apart, p at the lane's first element) with R queries. */
+/* Dot products of up to U keys (`valid` of them exist; rows `stride` elements apart, p at the lane's first element) with R
+ * queries. */
 template <typename T, int LPK, int CH, int R, int U, bool VEC>
-__device__ __forceinline__ void score_tile(const T *p, long long stride, int valid, int dim, int lane, const float (&q)[R][CH][8],
-                                           float (&z)[R]) {
+__device__ __forceinline__ void score_tile(const T *p, long long stride, int valid, int dim, int lane,
+                                           const float (&q)[R][CH][8], float (&z)[R]) {
     const int j = lane % LPK;
     float a[R][U];
 #pragma unroll
@@ -92,7 +93,8 @@ __device__ __forceinline__ void score_tile(const T *p, long long stride, int val
 }
 
 /* The score of one token for one row from its dot product; -infinity where the row does not read it, NaN for a bad block. */
-__device__ __forceinline__ float finish_score(float dot, const row_info &row, int r, int token, bool exists, uint32_t mask, int block) {
+__device__ __forceinline__ float finish_score(float dot, const row_info &row, int r, int token, bool exists, uint32_t mask,
+                                              int block) {
     if (!exists || token >= row.n || !(mask >> r & 1u)) return -CUDART_INF_F;
     if (block < 0) return CUDART_NAN_F;
     if (row.slope != 0.0f) dot = __fadd_rn(dot, __fmul_rn(row.slope, (float)(token - row.q_token)));
@@ -108,15 +110,16 @@ struct warp_list {
 
 __device__ __forceinline__ float threshold_of(float floor) { return __double2float_rd((double)floor - LIST_MARGIN); }
 
-/* Raises the lower bound by Newton steps on the norm (sum t^m)^(1/m) = 1, m a whole number >= beta, from the left: the iterates never
- * pass the root, which lies below tau (src/cpu/entmax.h, tau_lower). */
-template <typename F> __device__ __forceinline__ float raise_floor_over(F for_each, float z_max, float floor, int power) {
+/* Raises the lower bound by Newton steps on the norm (sum t^m)^(1/m) = 1, m a whole number >= beta, from the left: the iterates
+ * never pass the root, which lies below tau (src/cpu/entmax.h, tau_lower). */
+__device__ __forceinline__ float raise_floor(const float *list_z, int count, float z_max, float floor, int power) {
     if (power > 64 || !(z_max > -CUDART_INF_F)) return floor;
+    const int lane = threadIdx.x & 31;
     float tau = fmaxf(-1.0f, __fsub_rd(floor, z_max));
     for (int step = 0; step < 5; step++) {
         float s0 = 0.0f, s1 = 0.0f;
-        for_each([&](float z) {
-            const float t = z <= z_max ? fmaxf(z - z_max - tau, 0.0f) : 0.0f;
+        for (int i = lane; i < count; i += 32) {
+            const float z = list_z[i], t = z <= z_max ? fmaxf(z - z_max - tau, 0.0f) : 0.0f;
             float u = 1.0f; /* t^(power - 1) */
             if (power == 2) {
                 u = t;
@@ -127,7 +130,7 @@ template <typename F> __device__ __forceinline__ float raise_floor_over(F for_ea
             }
             s0 += u * t;
             s1 += power == 1 ? (t > 0.0f ? 1.0f : 0.0f) : u;
-        });
+        }
         s0 = warp_sum(s0);
         s1 = warp_sum(s1);
         if (!(s0 > 1.0f)) break;
@@ -140,16 +143,9 @@ template <typename F> __device__ __forceinline__ float raise_floor_over(F for_ea
     return fmaxf(floor, __fadd_rd(z_max, tau));
 }
 
-/* Over one warp's list. */
-__device__ __forceinline__ float raise_floor(const float *list_z, int count, float z_max, float floor, int power) {
-    const auto each = [&](auto f) {
-        for (int i = threadIdx.x & 31; i < count; i += 32) f(list_z[i]);
-    };
-    return raise_floor_over(each, z_max, floor, power);
-}
-
 /* Copies the entries that are above the threshold (or NaN), in order; to may be the list itself.  Returns their number. */
-__device__ __forceinline__ int copy_above(const float *z, const int *token, int count, float threshold, float *to_z, int *to_token) {
+__device__ __forceinline__ int copy_above(const float *z, const int *token, int count, float threshold, float *to_z,
+                                          int *to_token) {
     const int lane = threadIdx.x & 31;
     int kept = 0;
     for (int i = 0; i < count; i += 32) {
@@ -158,7 +154,6 @@ __device__ __forceinline__ int copy_above(const float *z, const int *token, int 
         const int t = there ? token[i + lane] : 0;
         const bool keep = there && !(x <= threshold);
         const uint32_t lanes = __ballot_sync(ALL_LANES, keep);
-        __syncwarp();
         if (keep) {
             const int at = kept + __popc(lanes & ((1u << lane) - 1u));
             to_z[at] = x;
@@ -172,8 +167,8 @@ __device__ __forceinline__ int copy_above(const float *z, const int *token, int 
 
 /* Adds the lanes that `keep`; makes room when less than a tile is left.  Returns the threshold for what follows. */
 template <int CAPACITY, int TILE>
-__device__ __noinline__ float append(warp_list *w, float *list_z, int *list_token, float *segment_z, int *segment_token, bool keep,
-                                     float z, int token, int power) {
+__device__ __noinline__ float append(warp_list *w, float *list_z, int *list_token, float *segment_z, int *segment_token,
+                                     bool keep, float z, int token, int power) {
     const int lane = threadIdx.x & 31;
     const uint32_t lanes = __ballot_sync(ALL_LANES, keep);
     int count = w->count, spilled = w->spilled;
@@ -191,7 +186,8 @@ __device__ __noinline__ float append(warp_list *w, float *list_z, int *list_toke
         floor = raise_floor(list_z, count, z_max, floor, power);
         count = copy_above(list_z, list_token, count, threshold_of(floor), list_z, list_token);
         if (count > CAPACITY / 2) {
-            for (int i = lane; i < count; i += 32) segment_z[spilled + i] = list_z[i], segment_token[spilled + i] = list_token[i];
+            for (int i = lane; i < count; i += 32)
+                segment_z[spilled + i] = list_z[i], segment_token[spilled + i] = list_token[i];
             spilled += count;
             count = 0;
         }
@@ -260,43 +256,22 @@ __global__ void __launch_bounds__(THREADS, (scan_shape<T, LPK, CH, R>::BLOCKS)) 
                 const bool keep = owner && !(z[r] <= threshold[r]);
                 if (__any_sync(ALL_LANES, keep)) {
                     const long long segment = (slot + r) * s.list_stride + mine * s.segment;
-                    threshold[r] = fmaxf(threshold[r], append<CAPACITY, TILE>(&s_list[warp][r], s_list_z[warp][r], s_list_token[warp][r],
-                                                                              s.list_z + segment, s.list_token + segment, keep, z[r],
-                                                                              token, s_row[r].power));
+                    threshold[r] =
+                        fmaxf(threshold[r], append<CAPACITY, TILE>(&s_list[warp][r], s_list_z[warp][r], s_list_token[warp][r],
+                                                                   s.list_z + segment, s.list_token + segment, keep, z[r],
+                                                                   token, s_row[r].power));
                     if (lane == 0) atomicMax(&s_floor[r], order_of(threshold[r]));
                 }
             }
         }
     }
 
-    /* A last bound from each warp; then one from what all of them hold above the best of these: tau of many tokens lies closer to the
-     * true one than that of few, and `finish` gets a short list. */
+    /* A last, tighter bound from each warp; then everybody drops what the best of them rules out. */
     for (int r = 0; r < R; r++) {
         if (!s_row[r].active || s_row[r].softmax) continue;
         const warp_list w = s_list[warp][r];
         const float floor = raise_floor(s_list_z[warp][r], w.count, w.z_max, w.floor, s_row[r].power);
         if (lane == 0) atomicMax(&s_floor[r], order_of(threshold_of(floor)));
-    }
-    __syncthreads();
-    for (int r = 0; r < R; r++) {
-        if (!s_row[r].active || s_row[r].softmax) continue;
-        const int kept = copy_above(s_list_z[warp][r], s_list_token[warp][r], s_list[warp][r].count, from_order(s_floor[r]),
-                                    s_list_z[warp][r], s_list_token[warp][r]);
-        if (lane == 0) s_list[warp][r].count = kept;
-    }
-    __syncthreads();
-    if (warp < R && s_row[warp].active && !s_row[warp].softmax) { /* warp r for row r */
-        float z_max = -CUDART_INF_F, floor = -CUDART_INF_F;
-        for (int w = 0; w < WARPS; w++) {
-            z_max = fmaxf(z_max, s_list[w][warp].z_max);
-            floor = fmaxf(floor, s_list[w][warp].floor);
-        }
-        const auto each = [&](auto f) {
-            for (int w = 0; w < WARPS; w++)
-                for (int i = lane; i < s_list[w][warp].count; i += 32) f(s_list_z[w][warp][i]);
-        };
-        floor = raise_floor_over(each, z_max, fmaxf(floor, __double2float_rd((double)z_max - 1.0)), s_row[warp].power);
-        if (lane == 0) atomicMax(&s_floor[warp], order_of(threshold_of(floor)));
     }
     __syncthreads();
     for (int r = 0; r < R; r++) {
@@ -315,8 +290,8 @@ __global__ void __launch_bounds__(THREADS, (scan_shape<T, LPK, CH, R>::BLOCKS)) 
 
 constexpr int SOFT_TILE = 256; /* tokens of a block at once */
 
-/* One tile: scores of all rows, weights relative to the running maximum, then the weighted sum of the values with V_LANES lanes to a
- * value row.  Three barriers per tile; other blocks of the multiprocessor fill them. */
+/* One tile: scores of all rows, weights relative to the running maximum, then the weighted sum of the values with V_LANES lanes
+ * to a value row.  Three barriers per tile; other blocks of the multiprocessor fill them. */
 template <typename T, int LPK, int CH, int R, bool VEC>
 __global__ void __launch_bounds__(THREADS, (R == 1 && sizeof(T) == 2 && CH == 1 ? 3 : 2)) scan_softmax(const ekv_cuda_step s) {
     typedef scan_shape<T, LPK, CH, R> shape;
@@ -372,7 +347,8 @@ __global__ void __launch_bounds__(THREADS, (R == 1 && sizeof(T) == 2 && CH == 1 
                     bool used = false;
 #pragma unroll
                     for (int r = 0; r < R; r++) {
-                        z[r] = s_row[r].softmax ? finish_score(z[r], s_row[r], r, token, u < exist, entry.mask, entry.block) : -CUDART_INF_F;
+                        z[r] = s_row[r].softmax ? finish_score(z[r], s_row[r], r, token, u < exist, entry.mask, entry.block)
+                                                : -CUDART_INF_F;
                         s_w[r][slot_in_tile] = z[r];
                         used |= !(z[r] <= -CUDART_INF_F);
                     }
@@ -464,7 +440,8 @@ __device__ __forceinline__ float bound_slack(int steps, float size, float bias) 
 }
 
 /* Sums up the 32 pages from p0 for one row: ekv_cuda_group.  By one warp. */
-template <bool BOUNDS> __device__ __forceinline__ void summarize(const ekv_cuda_step &s, const row_info &row, long long slot, int p0) {
+template <bool BOUNDS>
+__device__ __forceinline__ void summarize(const ekv_cuda_step &s, const row_info &row, long long slot, int p0) {
     const int lane = threadIdx.x & 31, page = p0 + lane, pages = (row.n + s.page_size - 1) >> s.page_shift;
     if (p0 >= pages) return;
     const bool there = page < pages;
@@ -569,14 +546,16 @@ __global__ void __launch_bounds__(THREADS, (R >= 4 || CH > 1 ? 2 : 3)) page_scor
                 const long long at = (local_item * R + r) * s.max_pages + page;
                 const bool known = count >= tokens;
                 if (BOUNDS) {
-                    const float bias = row.slope == 0.0f ? 0.0f
-                                                         : __fmul_rn(row.slope, (float)((row.slope > 0.0f ? last : first) - row.q_token));
+                    const float bias = row.slope == 0.0f
+                                           ? 0.0f
+                                           : __fmul_rn(row.slope, (float)((row.slope > 0.0f ? last : first) - row.q_token));
                     const float bound = __fadd_rn(x, bias) + bound_slack(CH * 8 + 5, y, bias);
                     s.page_a[at] = !known ? CUDART_NAN_F : bound <= CUDART_INF_F ? bound : CUDART_INF_F;
                 } else {
-                    const float bias = row.slope == 0.0f ? 0.0f
-                                                         : row.slope * (0.5f * (float)(first - row.q_token) +
-                                                                        0.5f * (float)(last - row.q_token));
+                    const float bias =
+                        row.slope == 0.0f
+                            ? 0.0f
+                            : row.slope * (0.5f * (float)(first - row.q_token) + 0.5f * (float)(last - row.q_token));
                     s.page_a[at] = known ? x + bias : CUDART_NAN_F;
                     s.page_b[at] = known ? sqrtf(y) : CUDART_NAN_F;
                 }
@@ -595,20 +574,26 @@ template <typename T> bool aligned(const void *base, long long a, long long b, l
     return ((uintptr_t)base & 15) == 0 && a % per == 0 && b % per == 0 && c % per == 0 && dim % 8 == 0;
 }
 
-template <typename T, int LPK, int CH, int R, bool VEC> cudaError_t launch(const ekv_cuda_step &s, int kind, cudaStream_t stream) {
+template <typename T, int LPK, int CH, int R, bool VEC>
+cudaError_t launch(const ekv_cuda_step &s, int kind, cudaStream_t stream) {
     const long long scan_blocks = s.round_items * s.splits, page_blocks = s.round_items * s.chunks;
     if (kind == EKV_CUDA_SCAN_ENTMAX) return start(scan_entmax<T, LPK, CH, R, VEC>, s, scan_blocks, THREADS, stream);
-    if (kind == EKV_CUDA_SCAN_SOFTMAX) return start(scan_softmax<T, LPK, CH, (R > 4 ? 4 : R), VEC>, s, scan_blocks, THREADS, stream);
+    if (kind == EKV_CUDA_SCAN_SOFTMAX)
+        return start(scan_softmax<T, LPK, CH, (R > 4 ? 4 : R), VEC>, s, scan_blocks, THREADS, stream);
     if (kind == EKV_CUDA_PAGE_BOUNDS) return start(page_scores<T, LPK, CH, R, VEC, true>, s, page_blocks, THREADS, stream);
     return start(page_scores<T, LPK, CH, R, VEC, false>, s, page_blocks, THREADS, stream);
 }
 
 template <typename T, int LPK, int CH> cudaError_t launch_rows(const ekv_cuda_step &s, int kind, cudaStream_t stream) {
     switch (s.rows) {
-    case 1: return launch<T, LPK, CH, 1, true>(s, kind, stream);
-    case 2: return launch<T, LPK, CH, 2, true>(s, kind, stream);
-    case 4: return launch<T, LPK, CH, 4, true>(s, kind, stream);
-    default: return launch<T, LPK, CH, 8, true>(s, kind, stream);
+    case 1:
+        return launch<T, LPK, CH, 1, true>(s, kind, stream);
+    case 2:
+        return launch<T, LPK, CH, 2, true>(s, kind, stream);
+    case 4:
+        return launch<T, LPK, CH, 4, true>(s, kind, stream);
+    default:
+        return launch<T, LPK, CH, 8, true>(s, kind, stream);
     }
 }
 
@@ -617,13 +602,17 @@ template <typename T> int launch_typed(const ekv_cuda_step &s, int kind, cudaStr
     bool vec = s.k_dim <= 768;
     if (kind == EKV_CUDA_SCAN_ENTMAX || kind == EKV_CUDA_SCAN_SOFTMAX)
         vec = vec && aligned<T>(s.k, s.k_block_stride, s.k_token_stride, s.k_head_stride, s.k_dim);
-    if (kind == EKV_CUDA_SCAN_SOFTMAX) vec = vec && aligned<T>(s.v, s.v_block_stride, s.v_token_stride, s.v_head_stride, s.v_dim);
+    if (kind == EKV_CUDA_SCAN_SOFTMAX)
+        vec = vec && aligned<T>(s.v, s.v_block_stride, s.v_token_stride, s.v_head_stride, s.v_dim);
     if (kind == EKV_CUDA_PAGE_BOUNDS || kind == EKV_CUDA_PAGE_MOMENTS) vec = vec && s.k_dim % 8 == 0;
     if (!vec) {
         switch (s.rows) {
-        case 1: return (int)launch<T, 32, 4, 1, false>(s, kind, stream);
-        case 2: return (int)launch<T, 32, 4, 2, false>(s, kind, stream);
-        default: return (int)cudaErrorInvalidConfiguration;
+        case 1:
+            return (int)launch<T, 32, 4, 1, false>(s, kind, stream);
+        case 2:
+            return (int)launch<T, 32, 4, 2, false>(s, kind, stream);
+        default:
+            return (int)cudaErrorInvalidConfiguration;
         }
     }
     if (s.k_dim <= 64) return (int)launch_rows<T, 8, 1>(s, kind, stream);

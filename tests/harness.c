@@ -418,6 +418,9 @@ void backends_open(backend_set *set, int32_t threads) {
             printf(" [%s not run: EKV_TEST_BACKENDS]", info.name);
             continue;
         }
+        if (strcmp(info.name, "cuda") == 0) { /* takes device pointers: bench/gpu/check.c tests it */
+            continue;
+        }
         if (!info.compiled || !info.available) {
             printf(" [%s not run: %s]", info.name, info.compiled ? "not available here" : "not compiled");
             continue;

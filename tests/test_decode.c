@@ -250,19 +250,19 @@ static void run_grid(const char *name, int64_t cases, const ekv_policy *policies
 
 START_TEST(grid_full) {
     const ekv_policy policies[] = {EKV_POLICY_FULL};
-    run_grid("grid_full", 800, policies, 1, INT32_MAX);
+    run_grid("grid_full", 500, policies, 1, INT32_MAX);
 }
 END_TEST
 
 START_TEST(grid_sparse) {
     const ekv_policy policies[] = {EKV_POLICY_TOPK, EKV_POLICY_GAUSSIAN, EKV_POLICY_PAGES};
-    run_grid("grid_sparse", 700, policies, 3, INT32_MAX);
+    run_grid("grid_sparse", 400, policies, 3, INT32_MAX);
 }
 END_TEST
 
 START_TEST(grid_short) {
     const ekv_policy policies[] = {EKV_POLICY_FULL, EKV_POLICY_TOPK, EKV_POLICY_GAUSSIAN, EKV_POLICY_PAGES};
-    run_grid("grid_short", 4000, policies, 4, 60);
+    run_grid("grid_short", 1600, policies, 4, 60);
 }
 END_TEST
 

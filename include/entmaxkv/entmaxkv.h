@@ -59,10 +59,33 @@
  *             modes as they were.
  *   Same bits With one build and one backend list, outputs, selections and reports do not depend on the number of threads, on
  *             where the KV memory lies, or on which CPU backend ran (scalar, avx2, ...).  The `reference` backend is separate
- *             code in double precision and agrees within rounding only; it looks at keys where others look at an index.  Builds with and without SLEEF differ in the last bits
- *             where exp, pow or the normal distribution enter: alpha = 1, alpha outside {4/3, 1.5, 2}, policy gaussian.
+ *             code in double precision and agrees within rounding only; it looks at keys where others look at an index.
+ *             Builds with and without SLEEF differ in the last bits where exp, pow or the normal distribution enter: alpha = 1, alpha outside {4/3, 1.5, 2}, policy gaussian.
+ *   Device    What differs with the backend cuda stands under DEVICE MEMORY.
  *   NaN       A NaN or +infinity among the scores that a head reads makes that head's output and tau NaN and touches no other
  *             head (NaN or infinite keys always count as worth reading).  Unused slots of a page are never read.
+ *
+ * DEVICE MEMORY
+ *
+ * The backend "cuda" is never chosen by default, since it takes pointers to device memory; ask for it by name.  Its context
+ * belongs to the device that is current when it is created.  Then:
+ *
+ *   Device    In ekv_decode: k, v, q, out, block_table, lengths, q_start, page_mask, report.  In the index calls: k, v,
+ *             block_table, lengths, q_start and `memory`.  In ekv_page_bounds and the like: the results.
+ *   Host      Every struct, and in ekv_decode head_alpha, head_scale and slopes, which are copied before the call returns.
+ *   Sizes     batch, max_queries and max_length are host values from which the work is cut; lengths and q_start are read on the
+ *             device, so that a captured CUDA graph may be replayed after they, the block table and the keys have changed.
+ *   Trust     Device tables cannot be checked: a block outside of the pool, or a length above max_length, makes the heads that
+ *             read it NaN.
+ *   Streams   Work is enqueued on the call's stream and nothing waits for it; outputs are there when the stream has got that
+ *             far.  A context serves one stream at a time (its scratch memory is shared by its steps).
+ *   Memory    ekv_reserve allocates; a step does so only when it is larger than all before it, and never during stream capture.
+ *             The scratch memory of a step has a ceiling of 2 GiB, past which the step runs in rounds.
+ *   Limits    page_size 8, 16, ..., 256.  Fast for rows of keys and values that are aligned to 16 bytes with dimensions that
+ *             are multiples of 8 and k_dim <= 256; correct for all others.
+ *   Not there the managed cache, policy certified, SKETCH statistics: EKV_ERROR_UNSUPPORTED.  ekv_entmax works on host memory, on the CPU.
+ *   Bits      The same call gives the same bits every time.  Entmax outputs depend on the support alone, not on the policy or
+ *             on what max_length says; results differ from the CPU's within rounding.
  */
 #ifndef ENTMAXKV_H
 #define ENTMAXKV_H
@@ -174,10 +197,11 @@ typedef struct ekv_context_params {
     ekv_allocator allocator;
     ekv_parallel_for parallel_for; /* NULL: OpenMP, or one thread in a build without it */
     void *parallel_user;
+    void *stream; /* cuda: a cudaStream_t for the calls that have no stream of their own; NULL: the default stream */
 } ekv_context_params;
 
 static inline ekv_context_params ekv_context_params_default(void) {
-    ekv_context_params p = {sizeof(ekv_context_params), NULL, 0, 0, {NULL, NULL, NULL}, NULL, NULL};
+    ekv_context_params p = {sizeof(ekv_context_params), NULL, 0, 0, {NULL, NULL, NULL}, NULL, NULL, NULL};
     return p;
 }
 
@@ -286,6 +310,27 @@ EKV_API void ekv_index_destroy(ekv_index *index); /* NULL is allowed; memory of 
  * Cost: reads each touched page once.  Threads: one caller per index at a time. */
 EKV_API ekv_status ekv_index_update(ekv_context *context, ekv_index *index, const ekv_kv *kv, const int32_t *block_table,
                                     int64_t first, int64_t count, int64_t length);
+
+/* The same for the newest tokens of many sequences: the query tokens of a step, after their keys have been written and before it.
+ * Sequence b's tokens [lengths[b] - count, lengths[b]) are new, count = q_start[b + 1] - q_start[b], or max_count for all if q_start
+ * is NULL.  With the backend cuda block_table, lengths and q_start are device memory and the call may be captured in a graph. */
+typedef struct ekv_index_append_params {
+    size_t size;
+    int32_t batch;
+    const int32_t *block_table; /* [batch][block_table_stride]; NULL: page p of b lies in block b * block_table_stride + p */
+    int64_t block_table_stride;
+    const int32_t *lengths; /* [batch] */
+    const int32_t *q_start; /* [batch + 1] or NULL */
+    int32_t max_count;      /* at least the new tokens of any sequence */
+    void *stream;           /* cuda */
+} ekv_index_append_params;
+
+static inline ekv_index_append_params ekv_index_append_params_default(void) {
+    ekv_index_append_params p = {sizeof(ekv_index_append_params), 1, NULL, 0, NULL, NULL, 1, NULL};
+    return p;
+}
+
+EKV_API ekv_status ekv_index_append(ekv_context *context, ekv_index *index, const ekv_kv *kv, const ekv_index_append_params *params);
 
 /* Forgets the statistics of those pages (keys are being rewritten, blocks are given to another sequence): until the next update
  * they count as unknown and are read. */
@@ -435,6 +480,11 @@ typedef struct ekv_decode_params {
     /* Report. */
     ekv_report *report;  /* [tokens * q_heads], row-major, or NULL */
     int32_t report_mass; /* 1: also E and the error bound; reads the box of every unread page; needs BOX */
+
+    /* Backend cuda, see DEVICE MEMORY; ignored by the others. */
+    int32_t max_queries; /* with q_start: at least the query tokens of any sequence */
+    int64_t max_length;  /* at least every entry of lengths; 0: block_table_stride * page_size */
+    void *stream;        /* a cudaStream_t of the context's device; NULL: the default stream */
 } ekv_decode_params;
 
 static inline ekv_decode_params ekv_decode_params_default(void) {
@@ -443,7 +493,7 @@ static inline ekv_decode_params ekv_decode_params_default(void) {
                            0, NULL, NULL, EKV_F32, 0, 0, NULL, EKV_F32, 0, 0,
                            1.5, NULL, 0.0f, NULL, NULL,
                            EKV_POLICY_FULL, 1024, 0, 0, EKV_GAUSSIAN_AUTO, 0.995, 0.0, 0.1, 0.0, NULL, 0,
-                           NULL, 0};
+                           NULL, 0, 0, 0, NULL};
     return p;
 }
 

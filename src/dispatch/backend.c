@@ -9,6 +9,7 @@
  * SPDX-License-Identifier: Apache-2.0
  */
 #include "cpu/kernel_tables.h"
+#include "cuda/cuda.h"
 #include "dispatch/internal.h"
 
 #include <string.h>
@@ -65,6 +66,11 @@ static int fill(ekv_backend_entry *entries) {
 #endif
 #if EKV_HAVE_SCALAR
     entries[n++] = (ekv_backend_entry){"scalar", &ekv_kernels_scalar, true, true, true, ""};
+#endif
+#if EKV_HAVE_CUDA
+    const char *missing = ekv_cuda_missing();
+    entries[n++] = (ekv_backend_entry){"cuda", NULL, true, !missing, false,
+                                       missing ? missing : "takes device pointers, so it is used only where it is asked for by name"};
 #endif
     entries[n++] = (ekv_backend_entry){"reference", NULL, true, true, false, "double precision, for checking results, not for speed"};
     return n;

@@ -119,6 +119,7 @@ ekv_status ekv_cache_create(ekv_context *context, const ekv_cache_params *params
     if (!context) return EKV_ERROR_INVALID_ARGUMENT;
     VALID(params, "params is NULL");
     VALID(out, "cache is NULL");
+    REQUIRE(!context->cuda, EKV_ERROR_UNSUPPORTED, "the managed cache lives in host memory: the cuda backend takes ekv_kv");
     VALID(ekv_copy_params(&shape, sizeof shape, params, sizeof(size_t)), "params->size is %zu, not that of an ekv_cache_params",
           params->size);
     ekv_status status = check_params(context, &shape);

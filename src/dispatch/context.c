@@ -3,6 +3,7 @@
  *
  * SPDX-License-Identifier: Apache-2.0
  */
+#include "cuda/cuda.h"
 #include "dispatch/internal.h"
 
 #include <stdarg.h>
@@ -112,13 +113,18 @@ static ekv_status bad_threads(char *message, size_t size, int32_t threads) {
 }
 
 /* The backend that was asked for, by option or environment, or the best. */
-static ekv_status choose_backend(ekv_context *context, const char *option, char *message, size_t size) {
+static ekv_status choose_backend(ekv_context *context, const char *option, void *stream, char *message, size_t size) {
     const char *environment = option ? NULL : getenv("ENTMAXKV_BACKEND");
     const char *name = option ? option : environment && environment[0] ? environment : NULL;
     ekv_backend_entry entry;
     if (!ekv_find_backend(name, &entry)) return set_message(message, size, EKV_ERROR_UNAVAILABLE, "is not part of this build", name);
     if (!entry.available) return set_message(message, size, EKV_ERROR_UNAVAILABLE, entry.note, name);
     context->kernels = entry.kernels;
+    if (strcmp(entry.name, "cuda") == 0) {
+        ekv_backend_entry cpu;
+        if (ekv_cuda_open(context, stream) != EKV_OK) return set_message(message, size, EKV_ERROR_UNAVAILABLE, context->message, name);
+        if (ekv_find_backend(NULL, &cpu)) context->kernels = cpu.kernels;
+    }
     context->backend = entry.name;
     snprintf(context->reason, sizeof context->reason, "%s",
              option ? "asked for by the context's parameters" : name ? "asked for by ENTMAXKV_BACKEND"
@@ -148,7 +154,7 @@ ekv_status ekv_context_create(const ekv_context_params *params, ekv_context **co
     c->parallel_for = p.parallel_for;
     c->parallel_user = p.parallel_user;
     c->fixed_scratch = p.fixed_scratch != 0;
-    const ekv_status status = choose_backend(c, p.backend, message, message_size);
+    const ekv_status status = choose_backend(c, p.backend, p.stream, message, message_size);
     if (status != EKV_OK) {
         ekv_release(&p.allocator, c, sizeof *c);
         return status;
@@ -156,6 +162,7 @@ ekv_status ekv_context_create(const ekv_context_params *params, ekv_context **co
     c->threads = p.threads ? p.threads : ekv_default_threads();
     c->slots = ekv_allocate(&c->allocator, (size_t)c->threads * sizeof *c->slots);
     if (!c->slots) {
+        ekv_cuda_close(c);
         ekv_release(&p.allocator, c, sizeof *c);
         return set_message(message, message_size, EKV_ERROR_OUT_OF_MEMORY, "out of memory for the context", NULL);
     }
@@ -167,6 +174,7 @@ ekv_status ekv_context_create(const ekv_context_params *params, ekv_context **co
 void ekv_context_destroy(ekv_context *context) {
     if (!context) return;
     const ekv_allocator allocator = context->allocator;
+    if (context->cuda) ekv_cuda_close(context);
     ekv_release(&allocator, context->scratch, context->scratch_bytes);
     ekv_release(&allocator, context->slots, (size_t)context->threads * sizeof *context->slots);
     ekv_release(&allocator, context, sizeof *context);

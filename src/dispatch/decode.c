@@ -3,6 +3,7 @@
  *
  * SPDX-License-Identifier: Apache-2.0
  */
+#include "cuda/cuda.h"
 #include "dispatch/step.h"
 
 #include <math.h>
@@ -330,6 +331,7 @@ ekv_status ekv_decode(ekv_context *context, const ekv_decode_params *params) {
     if (!context) return EKV_ERROR_INVALID_ARGUMENT;
     ekv_status status = ekv_validate(context, params, &step);
     if (status == EKV_OK) status = need_data(context, &step, true);
+    if (status == EKV_OK && context->cuda) return ekv_cuda_decode(context, &step);
     if (status == EKV_OK) status = begin(context, &step, &r);
     if (status != EKV_OK) return status;
     if (!step.kernels) return ekv_reference_decode(&step, r.items, r.plan.items);
@@ -346,6 +348,7 @@ ekv_status ekv_scratch_bytes(ekv_context *context, const ekv_decode_params *para
     VALID(bytes, "bytes is NULL");
     const ekv_status status = ekv_validate(context, params, &step);
     if (status != EKV_OK) return status;
+    if (context->cuda) return ekv_cuda_scratch(context, &step, bytes);
     const plan p = make_plan(&step);
     *bytes = plan_bytes(&step, &p);
     return EKV_OK;
@@ -356,6 +359,7 @@ ekv_status ekv_reserve(ekv_context *context, const ekv_decode_params *params) {
     if (!context) return EKV_ERROR_INVALID_ARGUMENT;
     const ekv_status status = ekv_validate(context, params, &step);
     if (status != EKV_OK) return status;
+    if (context->cuda) return ekv_cuda_reserve(context, &step);
     const plan decode = make_plan(&step);
     const size_t bytes = plan_bytes(&step, &decode);
     step.by_stages = step.bounds = step.moments = true; /* the stages on their own */
@@ -402,6 +406,14 @@ static void query_item(void *arg, int64_t i) {
     for (int32_t r = 0; r < item->rows; r++) query_row(q, item, &item->row[r]);
 }
 
+static ekv_status query_device(ekv_context *context, ekv_step *step, const query *q) {
+    step->bounds |= q->bounds != NULL;
+    step->moments |= q->mean != NULL;
+    if (q->bounds) return ekv_cuda_query(context, step, EKV_CUDA_BOUNDS, q->bounds, NULL, q->stride);
+    if (q->mean) return ekv_cuda_query(context, step, EKV_CUDA_MOMENTS, q->mean, q->deviation, q->stride);
+    return ekv_cuda_query(context, step, EKV_CUDA_SELECTION, q->selected, NULL, q->stride);
+}
+
 static ekv_status run_query(ekv_context *context, const ekv_decode_params *params, query *q) {
     ekv_step step;
     ekv_decode_params p = ekv_decode_params_default();
@@ -418,6 +430,7 @@ static ekv_status run_query(ekv_context *context, const ekv_decode_params *param
     const uint32_t have = step.index ? step.index->shape.statistics : 0;
     VALID(!q->bounds || have & EKV_STATISTICS_BOX, "index has no BOX statistics");
     VALID(!q->mean || have & EKV_STATISTICS_GAUSSIAN, "index has no GAUSSIAN statistics");
+    if (context->cuda) return query_device(context, &step, q);
     for (int32_t b = 0; b < step.p.batch; b++)
         VALID(ekv_ceil_div(ekv_length_of(&step, b), step.kv.page_size) <= q->stride,
               "stride is %lld, less than the pages of sequence %d", (long long)q->stride, (int)b);

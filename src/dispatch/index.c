@@ -6,6 +6,7 @@
  *
  * SPDX-License-Identifier: Apache-2.0
  */
+#include "cuda/cuda.h"
 #include "dispatch/internal.h"
 
 #include <string.h>
@@ -52,6 +53,27 @@ size_t ekv_index_bytes(const ekv_index_params *params) {
     return check_params(NULL, &index.shape) == EKV_OK ? lay_out(&index) : 0;
 }
 
+/* The memory of an index whose fields are filled in but for the arrays. */
+static ekv_status create_on_device(ekv_context *context, ekv_index *index, ekv_index **out) {
+    if (index->shape.statistics & EKV_STATISTICS_SKETCH) {
+        ekv_release(&context->allocator, index, sizeof *index);
+        return ekv_fail(context, EKV_ERROR_UNSUPPORTED, "params->statistics has SKETCH, which the cuda backend does not keep");
+    }
+    ekv_index measure = {.shape = index->shape, .memory = index}; /* any address will do to find an offset */
+    lay_out(&measure);
+    const size_t counts_at = (size_t)((uintptr_t)measure.counts - (uintptr_t)measure.memory), counts_bytes = (size_t)index->shape.blocks * sizeof(uint16_t);
+    index->on_device = true;
+    index->device = ekv_cuda_device(context);
+    const ekv_status status = ekv_cuda_index_create(context, &index->memory, index->memory_bytes, index->owned, counts_at, counts_bytes);
+    if (status != EKV_OK) {
+        ekv_release(&context->allocator, index, sizeof *index);
+        return status;
+    }
+    lay_out(index);
+    *out = index;
+    return EKV_OK;
+}
+
 ekv_status ekv_index_create(ekv_context *context, const ekv_index_params *params, void *memory, size_t bytes, ekv_index **out) {
     ekv_index_params shape = ekv_index_params_default();
     if (!context) return EKV_ERROR_INVALID_ARGUMENT;
@@ -70,6 +92,7 @@ ekv_status ekv_index_create(ekv_context *context, const ekv_index_params *params
     ekv_index *index = ekv_allocate(&context->allocator, sizeof *index);
     if (!index) return ekv_fail(context, EKV_ERROR_OUT_OF_MEMORY, "out of memory: %zu bytes for the index", sizeof *index);
     *index = (ekv_index){.shape = shape, .allocator = context->allocator, .memory = memory, .memory_bytes = need, .owned = !memory};
+    if (context->cuda) return create_on_device(context, index, out);
     if (!memory) index->memory = ekv_allocate(&context->allocator, need);
     if (!index->memory) {
         ekv_release(&context->allocator, index, sizeof *index);
@@ -85,12 +108,25 @@ ekv_status ekv_index_create(ekv_context *context, const ekv_index_params *params
 void ekv_index_destroy(ekv_index *index) {
     if (!index) return;
     const ekv_allocator allocator = index->allocator;
-    if (index->owned) ekv_release(&allocator, index->memory, index->memory_bytes);
+    if (index->owned && index->on_device)
+        ekv_cuda_index_release(index->device, index->memory);
+    else if (index->owned)
+        ekv_release(&allocator, index->memory, index->memory_bytes);
     ekv_release(&allocator, index, sizeof *index);
+}
+
+/* An index lives where the context that made it computes. */
+static ekv_status check_place(ekv_context *context, const ekv_index *index) {
+    if (index->on_device != (context->cuda != NULL) || (index->on_device && index->device != ekv_cuda_device(context)))
+        return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "index is in %s memory, the context's backend is %s",
+                        index->on_device ? "a device's" : "host", context->backend);
+    return EKV_OK;
 }
 
 ekv_status ekv_check_index(ekv_context *context, const ekv_index *index, const ekv_kv *kv) {
     const ekv_index_params *s = &index->shape;
+    const ekv_status status = check_place(context, index);
+    if (status != EKV_OK) return status;
     if (s->dtype != kv->dtype || s->kv_heads != kv->kv_heads || s->k_dim != kv->k_dim || s->v_dim != kv->v_dim ||
         s->page_size != kv->page_size || s->blocks < kv->blocks)
         return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT,
@@ -107,6 +143,7 @@ typedef struct update {
     ekv_index *index;
     const ekv_kv *kv;
     const int32_t *block_table;
+    int64_t base; /* without a table page p lies in block base + p */
     int64_t first_page, pages, length;
 } update;
 
@@ -123,7 +160,7 @@ static void build_page(void *arg, int64_t i) {
     ekv_index *index = u->index;
     const ekv_kv *kv = u->kv;
     const int head = (int)(i % kv->kv_heads);
-    const int64_t page = u->first_page + i / kv->kv_heads, block = block_of(u->block_table, page);
+    const int64_t page = u->first_page + i / kv->kv_heads, block = u->base + block_of(u->block_table, page);
     const int n = (int)ekv_min64(kv->page_size, u->length - page * kv->page_size);
     const void *keys[EKV_MAX_PAGE_SIZE], *values[EKV_MAX_PAGE_SIZE];
     for (int t = 0; t < n; t++) {
@@ -147,19 +184,24 @@ static void build_page(void *arg, int64_t i) {
     }
 }
 
-void ekv_index_rebuild(ekv_context *context, ekv_index *index, const ekv_kv *kv, const int32_t *block_table, int64_t first,
-                       int64_t count, int64_t length) {
+static void rebuild(ekv_context *context, ekv_index *index, const ekv_kv *kv, const int32_t *block_table, int64_t base, int64_t first,
+                    int64_t count, int64_t length) {
     if (count <= 0 || first >= length) return;
     const int64_t end = ekv_min64(first + count, length), first_page = first / kv->page_size;
     /* The reference keeps statistics too; any table serves, since all give the same bits. */
     ekv_backend_entry best;
     const ekv_kernels *kernels = context->kernels;
     if (!kernels && ekv_find_backend(NULL, &best)) kernels = best.kernels;
-    update u = {kernels, index, kv, block_table, first_page, ekv_ceil_div(end, kv->page_size) - first_page, length};
+    update u = {kernels, index, kv, block_table, base, first_page, ekv_ceil_div(end, kv->page_size) - first_page, length};
     ekv_parallel(context, u.pages * kv->kv_heads, build_page, &u);
     for (int64_t page = first_page; page < first_page + u.pages; page++)
-        index->counts[block_of(block_table, page)] = (uint16_t)ekv_min64(kv->page_size, length - page * kv->page_size);
-    ekv_sketch_update(context, index, kernels, kv, block_table, first, count, length);
+        index->counts[base + block_of(block_table, page)] = (uint16_t)ekv_min64(kv->page_size, length - page * kv->page_size);
+    ekv_sketch_update(context, index, kernels, kv, block_table, base, first, count, length);
+}
+
+void ekv_index_rebuild(ekv_context *context, ekv_index *index, const ekv_kv *kv, const int32_t *block_table, int64_t first,
+                       int64_t count, int64_t length) {
+    rebuild(context, index, kv, block_table, 0, first, count, length);
 }
 
 /* Checks the range of tokens and the blocks that hold it. */
@@ -170,7 +212,7 @@ static ekv_status check_range(ekv_context *context, const ekv_index *index, cons
     if (count > length - first)
         return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "length is %lld, but first + count is %lld + %lld", (long long)length,
                         (long long)first, (long long)count);
-    if (count == 0) return EKV_OK;
+    if (count == 0 || (index->on_device && block_table)) return EKV_OK; /* a device table cannot be read here */
     const int64_t page_size = index->shape.page_size;
     for (int64_t page = first / page_size; page <= (first + count - 1) / page_size; page++) {
         const int64_t block = block_of(block_table, page);
@@ -192,15 +234,69 @@ ekv_status ekv_index_update(ekv_context *context, ekv_index *index, const ekv_kv
     ekv_status status = ekv_check_kv(context, &view);
     if (status == EKV_OK) status = ekv_check_index(context, index, &view);
     if (status == EKV_OK) status = check_range(context, index, block_table, first, count, length);
+    if (status == EKV_OK && context->cuda) {
+        const ekv_cuda_pages pages = {.kv = &view, .block_table = block_table, .first = first, .length = length, .max_count = count,
+                                      .batch = 1, .own_stream = true};
+        return ekv_cuda_index_pages(context, index, &pages);
+    }
     if (status == EKV_OK) ekv_index_rebuild(context, index, &view, block_table, first, count, length);
     return status;
+}
+
+/* The sequences of ekv_index_append one by one, checked before anything is touched. */
+static ekv_status append_on_host(ekv_context *context, ekv_index *index, const ekv_kv *kv, const ekv_index_append_params *p) {
+    for (int pass = 0; pass < 2; pass++)
+        for (int32_t b = 0; b < p->batch; b++) {
+            const int64_t length = p->lengths[b], new_tokens = p->q_start ? (int64_t)p->q_start[b + 1] - p->q_start[b] : p->max_count;
+            const int64_t count = ekv_min64(new_tokens, length), first = length - count;
+            const int32_t *table = p->block_table ? p->block_table + b * p->block_table_stride : NULL;
+            if (!table && b * p->block_table_stride + ekv_ceil_div(length, kv->page_size) > kv->blocks)
+                return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "lengths[%d] is %lld, past the pool of %lld blocks", (int)b,
+                                (long long)length, (long long)kv->blocks);
+            if (pass == 0) {
+                const ekv_status status = check_range(context, index, table, first, count, length);
+                if (status != EKV_OK) return status;
+            } else {
+                rebuild(context, index, kv, table, table ? 0 : b * p->block_table_stride, first, count, length);
+            }
+        }
+    return EKV_OK;
+}
+
+ekv_status ekv_index_append(ekv_context *context, ekv_index *index, const ekv_kv *kv, const ekv_index_append_params *params) {
+    ekv_kv view = ekv_kv_default();
+    ekv_index_append_params p = ekv_index_append_params_default();
+    if (!context) return EKV_ERROR_INVALID_ARGUMENT;
+    if (!index || !kv || !params)
+        return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "%s is NULL", !index ? "index" : !kv ? "kv" : "params");
+    if (!ekv_copy_params(&view, sizeof view, kv, sizeof(size_t)))
+        return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "kv->size is %zu, not that of an ekv_kv", kv->size);
+    if (!ekv_copy_params(&p, sizeof p, params, sizeof(size_t)))
+        return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "params->size is %zu, not that of an ekv_index_append_params", params->size);
+    ekv_status status = ekv_check_kv(context, &view);
+    if (status == EKV_OK) status = ekv_check_index(context, index, &view);
+    if (status != EKV_OK) return status;
+    if (p.batch < 0) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "params->batch is %d, below 0", (int)p.batch);
+    if (p.max_count < 0) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "params->max_count is %d, below 0", (int)p.max_count);
+    if (!p.lengths && p.batch > 0) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "params->lengths is NULL");
+    if (!context->cuda) return append_on_host(context, index, &view, &p);
+    const ekv_cuda_pages pages = {.kv = &view, .block_table = p.block_table, .lengths = p.lengths, .counts_start = p.q_start,
+                                  .block_table_stride = p.block_table_stride, .max_count = p.max_count, .batch = p.batch,
+                                  .stream = p.stream};
+    return ekv_cuda_index_pages(context, index, &pages);
 }
 
 ekv_status ekv_index_invalidate(ekv_context *context, ekv_index *index, const int32_t *block_table, int64_t first, int64_t count) {
     if (!context) return EKV_ERROR_INVALID_ARGUMENT;
     if (!index) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "index is NULL");
-    const ekv_status status = check_range(context, index, block_table, first, count, INT64_MAX);
+    ekv_status status = check_place(context, index);
+    if (status == EKV_OK) status = check_range(context, index, block_table, first, count, INT64_MAX);
     if (status != EKV_OK || count == 0) return status;
+    if (context->cuda) {
+        const ekv_cuda_pages pages = {.block_table = block_table, .first = first, .length = first + count, .max_count = count, .batch = 1,
+                                      .own_stream = true};
+        return ekv_cuda_index_pages(context, index, &pages);
+    }
     const int64_t page_size = index->shape.page_size;
     for (int64_t page = first / page_size; page <= (first + count - 1) / page_size; page++)
         ekv_index_forget(index, block_of(block_table, page));

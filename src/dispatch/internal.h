@@ -38,7 +38,8 @@ struct ekv_context {
     void *parallel_user;
     int32_t threads;
     bool fixed_scratch;
-    const ekv_kernels *kernels; /* NULL: the reference */
+    const ekv_kernels *kernels; /* NULL: the reference.  Backend cuda: those of the best CPU backend, for ekv_entmax */
+    void *cuda;                 /* the CUDA backend's state, or NULL: cuda/host.c */
     const char *backend;
     char reason[160];
     void *scratch;
@@ -52,9 +53,11 @@ struct ekv_index {
     void *memory;
     size_t memory_bytes;
     bool owned;
+    bool on_device;                  /* memory is that of a CUDA device */
+    int device;
     size_t box_bytes, moments_bytes; /* per page and head, 0 when not kept */
     char *boxes, *moments;           /* [kv_heads][blocks] */
-    float *norms;                    /* [2][kv_heads][blocks]: keys, then values */
+    float *norms;                    /* [2][kv_heads][blocks]: keys, then values (in device memory pairs, [kv_heads][blocks][2]) */
     uint16_t *counts;                /* [blocks] tokens that the statistics cover; 0: unknown page */
     /* The sketch, see sketch.c. */
     int32_t codes;        /* per key, without the norms; 0: no sketch is kept */
@@ -153,7 +156,7 @@ void ekv_sketch_lay_out(ekv_index *index, ekv_arena *arena);
 void ekv_sketch_clear(ekv_index *index);
 /* Sketches tokens [first, first + count) of a sequence of `length` tokens, first finding the basis if it is time to. */
 void ekv_sketch_update(ekv_context *context, ekv_index *index, const ekv_kernels *kernels, const ekv_kv *kv, const int32_t *block_table,
-                       int64_t first, int64_t count, int64_t length);
+                       int64_t base, int64_t first, int64_t count, int64_t length);
 
 /* ---- index.c ---- */
 

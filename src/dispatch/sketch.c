@@ -354,13 +354,14 @@ typedef struct update {
     ekv_index *index;
     const ekv_kv *kv;
     const int32_t *table;
+    int64_t base; /* added to every block number */
     int64_t first_page, end_page, length;
     char *memory; /* trainers */
     size_t trainer_bytes;
     int64_t stretch; /* whose centers are being found */
 } update;
 
-static int64_t block_at(const update *u, int64_t page) { return u->table ? u->table[page] : page; }
+static int64_t block_at(const update *u, int64_t page) { return u->base + (u->table ? u->table[page] : page); }
 
 static const void *key_at(const update *u, int64_t token, int head) {
     return ekv_key(u->kv, block_at(u, token / u->kv->page_size), token % u->kv->page_size, head);
@@ -466,9 +467,9 @@ static void begin_pages(ekv_context *context, update *u, int64_t first) {
 }
 
 void ekv_sketch_update(ekv_context *context, ekv_index *index, const ekv_kernels *kernels, const ekv_kv *kv, const int32_t *block_table,
-                       int64_t first, int64_t count, int64_t length) {
+                       int64_t base, int64_t first, int64_t count, int64_t length) {
     if (!index->codes) return;
-    update u = {.kernels = kernels, .index = index, .kv = kv, .table = block_table, .length = length};
+    update u = {.kernels = kernels, .index = index, .kv = kv, .table = block_table, .base = base, .length = length};
     int64_t from = first;
     if (!index->bases[0].codes) {
         if (length < TRAINING || !train(context, &u)) return;

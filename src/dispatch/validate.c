@@ -3,6 +3,7 @@
  *
  * SPDX-License-Identifier: Apache-2.0
  */
+#include "cuda/cuda.h"
 #include "dispatch/step.h"
 
 #include <math.h>
@@ -74,6 +75,7 @@ static ekv_status resolve_cache(ekv_context *context, ekv_step *step) {
         VALID(p->block_table_stride >= 0, "block_table_stride is %lld, below 0", ll(p->block_table_stride));
         return step->index ? ekv_check_index(context, step->index, &step->kv) : EKV_OK;
     }
+    if (step->context->cuda) return ekv_fail(context, EKV_ERROR_UNSUPPORTED, "cache is in host memory: the cuda backend takes kv");
     VALID(p->layer >= 0 && p->layer < p->cache->shape.layers, "layer is %d, not in 0..%d", (int)p->layer, (int)p->cache->shape.layers - 1);
     VALID(p->sequences || p->batch == 0, "sequences is NULL");
     ekv_cache_layer(p->cache, p->layer, &step->kv, &step->index);
@@ -130,7 +132,7 @@ ekv_status ekv_validate(ekv_context *context, const ekv_decode_params *params, e
           (int)p->q_heads, (int)step->kv.kv_heads);
     VALID(ekv_dtype_valid(p->q_dtype), "q_dtype is %d, not an ekv_dtype", (int)p->q_dtype);
     VALID(ekv_dtype_valid(p->out_dtype), "out_dtype is %d, not an ekv_dtype", (int)p->out_dtype);
-    VALID(!p->q_start || p->q_start[0] == 0, "q_start[0] is %d, not 0", (int)p->q_start[0]);
+    VALID(context->cuda || !p->q_start || p->q_start[0] == 0, "q_start[0] is %d, not 0", (int)p->q_start[0]);
     step->group = p->q_heads / step->kv.kv_heads;
     step->certified = p->policy == EKV_POLICY_CERTIFIED && context->kernels;
     step->sparse = p->policy != EKV_POLICY_FULL && p->policy != EKV_POLICY_CERTIFIED;
@@ -138,15 +140,16 @@ ekv_status ekv_validate(ekv_context *context, const ekv_decode_params *params, e
     step->moments = p->policy == EKV_POLICY_GAUSSIAN;
     status = check_maths(context, p);
     if (status == EKV_OK) status = check_policy(context, step);
-    for (int32_t b = 0; b < p->batch && status == EKV_OK; b++) status = check_sequence(context, step, b);
+    if (status == EKV_OK && context->cuda) status = ekv_cuda_check(context, step);
+    for (int32_t b = 0; !context->cuda && b < p->batch && status == EKV_OK; b++) status = check_sequence(context, step, b);
     if (status != EKV_OK) return status;
     for (int32_t h = 0; h < p->q_heads; h++) step->lists |= ekv_alpha_of(p, h) >= EKV_SOFTMAX_BELOW;
-    step->tokens = ekv_q_begin(p, p->batch);
+    if (!context->cuda) step->tokens = ekv_q_begin(p, p->batch);
     if (!p->q_head_stride) p->q_head_stride = step->kv.k_dim;
     if (!p->q_token_stride) p->q_token_stride = (int64_t)p->q_heads * step->kv.k_dim;
     if (!p->out_head_stride) p->out_head_stride = step->kv.v_dim;
     if (!p->out_token_stride) p->out_token_stride = (int64_t)p->q_heads * step->kv.v_dim;
-    if (p->policy == EKV_POLICY_PAGES)
+    if (p->policy == EKV_POLICY_PAGES && !context->cuda)
         for (int32_t b = 0; b < p->batch; b++)
             VALID(ekv_ceil_div(ekv_length_of(step, b), step->kv.page_size) <= p->page_mask_stride,
                   "page_mask_stride is %lld, less than the pages of sequence %d", ll(p->page_mask_stride), (int)b);

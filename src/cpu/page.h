@@ -34,6 +34,22 @@ EKV_INLINE void box(ekv_dtype dtype, ekv_box_args *a) {
     }
 }
 
+/* Whether a sum of squares has left the range in which float keeps its digits: overflow, underflow, NaN.  0 counts too. */
+EKV_INLINE bool out_of_range(float squares) { return !(squares > 1e-30f && squares < INFINITY); }
+
+/* Deviations of the lanes whose squares are out of float's range, in double. */
+static void extreme_deviations(ekv_dtype dtype, const ekv_moments_args *a, int d, int n, const float *mean, const float *squares,
+                               float *deviation) {
+    double sum[VEC_LANES] = {0.0};
+    float x[VEC_LANES];
+    for (int i = 0; i < a->n; i++) {
+        vf_store(x, vf_load_any_n(dtype, a->rows[i], d, n));
+        for (int j = 0; j < n; j++) sum[j] += ((double)x[j] - (double)mean[j]) * ((double)x[j] - (double)mean[j]);
+    }
+    for (int j = 0; j < n; j++)
+        if (out_of_range(squares[j])) deviation[j] = (float)sqrt(sum[j] / a->n);
+}
+
 EKV_INLINE void moments(ekv_dtype dtype, ekv_moments_args *a) {
     const ekv_dtype stored = moments_dtype(dtype);
     const size_t bytes = stored == EKV_F32 ? 4 : 2;
@@ -41,14 +57,21 @@ EKV_INLINE void moments(ekv_dtype dtype, ekv_moments_args *a) {
     const vf share = vf_set1(1.0f / (float)a->n);
     for (int d = 0; d < a->dim; d += VEC_LANES) {
         const int n = a->dim - d < VEC_LANES ? a->dim - d : VEC_LANES;
-        vf sum = vf_set1(0.0f), squares = vf_set1(0.0f);
-        for (int i = 0; i < a->n; i++) sum = vf_add(sum, vf_mul(vf_load_any_n(dtype, a->rows[i], d, n), share));
+        vf mean = vf_set1(0.0f), squares = vf_set1(0.0f);
+        float means[VEC_LANES], lanes[VEC_LANES], deviations[VEC_LANES];
+        for (int i = 0; i < a->n; i++) mean = vf_add(mean, vf_mul(vf_load_any_n(dtype, a->rows[i], d, n), share));
         for (int i = 0; i < a->n; i++) {
-            const vf c = vf_sub(vf_load_any_n(dtype, a->rows[i], d, n), sum);
+            const vf c = vf_sub(vf_load_any_n(dtype, a->rows[i], d, n), mean);
             squares = vf_add(squares, vf_mul(vf_mul(c, c), share));
         }
-        vf_store_any_n(stored, mean_out, d, sum, n);
-        vf_store_any_n(stored, deviation_out, d, vf_sqrt(squares), n);
+        vf_store(means, mean);
+        vf_store(lanes, squares);
+        vf_store(deviations, vf_sqrt(squares));
+        bool extreme = false;
+        for (int j = 0; j < n; j++) extreme |= out_of_range(lanes[j]);
+        if (extreme) extreme_deviations(dtype, a, d, n, means, lanes, deviations);
+        vf_store_any_n(stored, mean_out, d, mean, n);
+        vf_store_any_n(stored, deviation_out, d, vf_load(deviations), n);
     }
 }
 
@@ -122,6 +145,18 @@ EKV_INLINE void gaussian_terms(ekv_dtype dtype, const float *q, const char *mean
     *squares = vf_add(*squares, vf_mul(s, s));
 }
 
+/* The deviation of a page's scores where its square is out of float's range. */
+static float extreme_deviation(ekv_dtype dtype, const ekv_gaussian_args *a, const char *deviation) {
+    double sum = 0.0;
+    for (int d = 0; d < a->dim; d += VEC_LANES) {
+        const int n = a->dim - d < VEC_LANES ? a->dim - d : VEC_LANES;
+        float s[VEC_LANES];
+        vf_store(s, vf_load_any_n(dtype, deviation, d, n));
+        for (int j = 0; j < n; j++) sum += (double)a->q[d + j] * (double)s[j] * ((double)a->q[d + j] * (double)s[j]);
+    }
+    return (float)sqrt(sum);
+}
+
 EKV_INLINE void gaussian(ekv_dtype dtype, ekv_gaussian_args *a) {
     const size_t bytes = dtype == EKV_F32 ? 4 : 2;
     for (int p = 0; p < a->n; p++) {
@@ -134,7 +169,8 @@ EKV_INLINE void gaussian(ekv_dtype dtype, ekv_gaussian_args *a) {
         float bias = 0.0f;
         if (a->slope != 0.0f) bias = a->slope * (0.5f * (float)(a->first[p] - a->q_token) + 0.5f * (float)(a->last[p] - a->q_token));
         a->mean[p] = vf_sum(sum) + bias;
-        a->deviation[p] = sqrtf(vf_sum(squares));
+        const float square = vf_sum(squares);
+        a->deviation[p] = out_of_range(square) ? extreme_deviation(dtype, a, deviation) : sqrtf(square);
     }
 }
 

@@ -26,6 +26,7 @@
 #define EKV_VEC_H
 
 #include <math.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>

@@ -275,8 +275,11 @@ static void whole_item(void *arg, int64_t i) {
     ekv_release_slot(r->step->context, slot);
 }
 
-static void fill_zeta(ekv_step *step) {
-    for (int32_t n = 0; step->moments && n <= step->kv.page_size; n++)
+/* A task, like all floating-point work: it must not depend on the caller's floating-point modes. */
+static void fill_zeta(void *arg, int64_t i) {
+    ekv_step *step = arg;
+    (void)i;
+    for (int32_t n = 0; n <= step->kv.page_size; n++)
         step->zeta[n] = n == 0 ? 0.0f : (float)ekv_normal_quantile(ekv_pow(step->p.quantile, 1.0 / n));
 }
 
@@ -293,7 +296,7 @@ static ekv_status begin(ekv_context *context, ekv_step *step, run *r) {
     *r = (run){.step = step, .plan = p};
     place_step(step, &p, r, &arena);
     describe_items(step, r);
-    fill_zeta(step);
+    if (step->moments) ekv_parallel(context, 1, fill_zeta, step);
     r->arenas = arena.base + arena.used;
     if (p.whole) return EKV_OK;
     for (int64_t i = 0; i < p.items; i++) place_item(step, &r->items[i], &arena);

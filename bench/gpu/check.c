@@ -481,8 +481,9 @@ static void one_case(const contexts *c) {
         check_selection(&p, c, ekv_policy_name((ekv_policy)policy));
         p.host.policy = EKV_POLICY_PAGES;
         p.host.page_mask = p.mask.host;
+        p.device.report_mass = chance(0.5);
+        p.host.report_mass = 1;
         run_reference(&p, c);
-        p.device.report_mass = p.host.report_mass = chance(0.5);
         if (run_device(&p, c, out, report)) {
             compare(&p, out, report, ekv_policy_name((ekv_policy)policy));
             for (int64_t row = 0; p.device.report_mass && row < p.rows; row++) {

@@ -99,7 +99,9 @@ static void raise_cut(const ekv_step *step, ekv_item *item, ekv_row *row) {
     ekv_certify_list(item, row, false); /* list_token holds the sketch's sums */
     for (int64_t i = 0; i < row->list_count; i++) z_max = row->list_z[i] > z_max ? row->list_z[i] : z_max;
     if (!(z_max > -INFINITY) || z_max == INFINITY) return;
-    ekv_tau_lower_args lower = {row->list_z, (int)row->list_count, z_max, row->power, 12, -1.0f};
+    const double before = (double)row->cut - (double)z_max; /* the cut is a lower bound already */
+    const float start = before > -1.0 ? ekv_round_down(before) : -1.0f;
+    ekv_tau_lower_args lower = {row->list_z, (int)row->list_count, z_max, row->power, 12, start};
     step->kernels->tau_lower(&lower);
     const double slack = 0x1p-20 * fabs((double)z_max);
     const float cut = ekv_threshold(z_max, (double)lower.tau - (slack > EKV_MARGIN ? slack : EKV_MARGIN));
@@ -449,50 +451,67 @@ static void span_limits(const ekv_step *step, const ekv_item *item, const ekv_ro
 }
 
 /* Largest sum of n. */
-static int32_t largest_sum(const uint16_t *sum, int32_t n) {
+static uint16_t largest_sum(const uint16_t *sum, int32_t n) {
     uint16_t largest = 0;
     for (int32_t t = 0; t < n; t++) largest = sum[t] > largest ? sum[t] : largest;
     return largest;
 }
 
-/* How far above its page's limit a sum must be to be among the best in `share`, from every fourth token; 0: all above are. */
+/* The largest sum of each group of the pages [page, page + pages), for every row; tokens that a row does not see are left out. */
+static void find_tops(const ekv_step *step, const ekv_item *item, int64_t page, int64_t pages) {
+    const int64_t first = page * step->kv.page_size, end = (page + pages) * step->kv.page_size;
+    for (int32_t r = 0; r < item->rows; r++) {
+        const ekv_row *row = &item->row[r];
+        for (int64_t t = first; t < end; t += EKV_SKETCH_GROUP)
+            row->top[t / EKV_SKETCH_GROUP] =
+                largest_sum(row->sum + t, (int32_t)ekv_max64(0, ekv_min64(EKV_SKETCH_GROUP, (int64_t)row->n - t)));
+    }
+}
+
+/* How far above its page's limit a sum must be for about one token in `share` to be so: from every fourth token. */
 static int32_t best_distance(const ekv_step *step, const ekv_row *row, int64_t first_page, int64_t end_page, const int32_t *limit,
-                             const int32_t *largest, int32_t share) {
+                             int32_t share) {
     enum { BINS = 256, EVERY = 4 };
-    int32_t histogram[BINS] = {0}, top = 0, tokens = 0, bin = BINS - 1;
+    const int32_t per_page = step->kv.page_size / EKV_SKETCH_GROUP;
+    int32_t histogram[BINS] = {0}, top = 0, groups = 0, bin = BINS - 1;
     for (int64_t i = 0; i < end_page - first_page; i++) {
         if (limit[i] == INT32_MAX) continue;
-        top = largest[i] - limit[i] > top ? largest[i] - limit[i] : top;
-        tokens += ekv_page_tokens(step, row->n, first_page + i);
+        const int32_t above = (int32_t)largest_sum(row->top + (first_page + i) * per_page, per_page) - limit[i];
+        top = above > top ? above : top;
+        groups += per_page;
     }
     const int32_t width = top / BINS + 1;
-    for (int64_t i = 0; i < end_page - first_page; i++) {
-        if (largest[i] <= limit[i]) continue;
-        const uint16_t *sum = row->sum + (first_page + i) * step->kv.page_size;
-        for (int32_t t = 0; t < ekv_page_tokens(step, row->n, first_page + i); t += EVERY)
-            if ((int32_t)sum[t] > limit[i]) histogram[((int32_t)sum[t] - limit[i]) / width]++;
-    }
-    for (int32_t count = histogram[bin]; bin > 0 && count < tokens / (share * EVERY); count += histogram[bin]) bin--;
+    for (int64_t i = 0; i < end_page - first_page; i++)
+        for (int64_t group = (first_page + i) * per_page; group < (first_page + i + 1) * per_page && limit[i] != INT32_MAX; group++) {
+            if ((int32_t)row->top[group] <= limit[i]) continue;
+            for (int32_t t = 0; t < EKV_SKETCH_GROUP; t += EVERY) {
+                const int32_t above = (int32_t)row->sum[group * EKV_SKETCH_GROUP + t] - limit[i];
+                if (above > 0 && above <= top) histogram[above / width]++;
+            }
+        }
+    const int32_t wanted = groups * EKV_SKETCH_GROUP / (share * EVERY);
+    for (int32_t count = histogram[bin]; bin > 0 && count < wanted; count += histogram[bin]) bin--;
     return bin * width;
 }
 
 /* Reads the tokens of a span with the highest bounds above the cut, about one in `share` for each row. */
 static void read_best(const ekv_step *step, ekv_item *item, int64_t first_page, int64_t end_page, int32_t share) {
-    int32_t limit[SPAN_PAGES], largest[SPAN_PAGES];
+    const int32_t per_page = step->kv.page_size / EKV_SKETCH_GROUP;
+    int32_t limit[SPAN_PAGES];
     gather g = {0};
     for (int32_t r = 0; r < item->rows; r++) {
         const ekv_row *row = &item->row[r];
         span_limits(step, item, row, first_page, end_page, limit);
-        for (int64_t i = 0; i < end_page - first_page; i++)
-            largest[i] = limit[i] == INT32_MAX ? 0
-                                               : largest_sum(row->sum + (first_page + i) * step->kv.page_size,
-                                                             ekv_page_tokens(step, row->n, first_page + i));
-        const int32_t distance = best_distance(step, row, first_page, end_page, limit, largest, share);
+        const int32_t distance = best_distance(step, row, first_page, end_page, limit, share);
         for (int64_t i = 0; i < end_page - first_page; i++) {
-            if (largest[i] <= limit[i] || largest[i] - limit[i] < distance) continue;
-            const int32_t first = (int32_t)(first_page + i) * step->kv.page_size;
-            for (int32_t t = first; t < first + ekv_page_tokens(step, row->n, first_page + i); t++)
-                if ((int32_t)row->sum[t] > limit[i] && (int32_t)row->sum[t] - limit[i] >= distance) want(step, item, &g, t);
+            if (limit[i] == INT32_MAX) continue;
+            const int32_t least = limit[i] + (distance > 1 ? distance : 1);
+            for (int64_t group = (first_page + i) * per_page; group < (first_page + i + 1) * per_page; group++) {
+                if ((int32_t)row->top[group] < least) continue;
+                const int64_t first = group * EKV_SKETCH_GROUP, end = ekv_min64(first + EKV_SKETCH_GROUP, row->n);
+                for (int64_t t = first; t < end; t++)
+                    if ((int32_t)row->sum[t] >= least) want(step, item, &g, (int32_t)t);
+            }
         }
     }
     read_tokens(step, item, g.token, g.n);
@@ -509,6 +528,7 @@ void ekv_certify_sketch(const ekv_step *step, ekv_item *item, int32_t span) {
         int64_t run = 0;
         while (p + run < end && item->looked[p + run]) run++;
         if (run) look_up(step, item, p, run);
+        if (run) find_tops(step, item, p, run);
         item->part[span].count += (int32_t)run;
         p += run ? run : 1;
     }

@@ -55,6 +55,7 @@ static void place_item(const ekv_step *step, ekv_item *item, ekv_arena *arena) {
         row.bound = ekv_take(arena, step->bounds || step->certified ? pages : 0, sizeof(float));
         const bool sketch = step->certified && step->index && step->index->codes;
         row.table = ekv_take(arena, sketch ? 1 : 0, sizeof *row.table);
+        row.top = ekv_take(arena, sketch ? pages * (size_t)step->kv.page_size / EKV_SKETCH_GROUP : 0, sizeof *row.top);
         row.center = ekv_take(arena, sketch ? (size_t)ekv_ceil_div(item->pages, step->index->stretch) : 0, sizeof *row.center);
         row.mean = ekv_take(arena, step->moments ? pages : 0, sizeof(float));
         row.deviation = ekv_take(arena, step->moments ? pages : 0, sizeof(float));

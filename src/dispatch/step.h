@@ -64,6 +64,7 @@ typedef struct ekv_row {
     ekv_table *table;
     double *center;        /* [stretches] bounds from each center, slack included */
     uint16_t *sum;         /* [n] sums of table entries; in list_token's memory */
+    uint16_t *top;         /* [n / EKV_SKETCH_GROUP + 1] the largest of each group */
     /* results */
     double tau, mass, error;
     bool certified;        /* nothing unread can be in the support */

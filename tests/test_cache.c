@@ -52,8 +52,8 @@ static ekv_cache *cache_open(ekv_context *context, const sizes *s) {
 
 /* Token `id` of a layer always has the same keys and values: a page of tokens shares a mean, channel 0 is constant. */
 static float element(int64_t id, int32_t layer, int64_t i, bool value) {
-    uint64_t x =
-        (uint64_t)(id + 1) * 0x9E3779B97F4A7C15u ^ (uint64_t)(i + 1 + layer * 7919) * 0xC2B2AE3D27D4EB4Fu ^ (value ? 77 : 0);
+    uint64_t x = (uint64_t)(id + 1) * 0x9E3779B97F4A7C15u ^ (uint64_t)(i + 1 + (int64_t)layer * 7919) * 0xC2B2AE3D27D4EB4Fu ^
+                 (value ? 77 : 0);
     x = (x ^ (x >> 29)) * 0xBF58476D1CE4E5B9u;
     x ^= x >> 32;
     if (i == 0 && !value) {

@@ -270,6 +270,7 @@ void ekv_values(const ekv_step *step, ekv_item *item, int32_t span) {
             for (; i + n < end && row->list_token[i + n] / EKV_VALUE_CHUNK == chunk; n++) {
                 const int32_t token = row->list_token[i + n];
                 values[n] = ekv_value(&step->kv, ekv_block(item, token / page_size), token % page_size, item->head);
+                ekv_prefetch(values[n], (size_t)step->kv.v_dim * ekv_element_bytes(step->kv.dtype));
             }
             ekv_accumulate_args add = {values, row->weight + i, n, step->kv.v_dim, sum};
             step->kernels->accumulate[step->kv.dtype](&add);
@@ -297,14 +298,23 @@ static void add_spans(const ekv_step *step, const ekv_item *item, const ekv_row 
     for (int32_t d = 0; d < dim; d++) out[d] = isnan(row->tau) ? NAN : (float)sum[d];
 }
 
-/* Tokens in the union of the rows' supports. */
-static int64_t union_support(const ekv_item *item) {
+/* Marks the tokens of the pages that a row reads. */
+static void mark_pages(const ekv_step *step, const ekv_item *item, const ekv_row *row) {
+    for (int32_t p = 0; p < row->pages; p++) {
+        if (row->selected && !row->selected[p]) continue;
+        const int32_t first = p * step->kv.page_size, end = first + ekv_page_tokens(step, row->n, p);
+        for (int32_t t = first; t < end; t++) item->seen[t / 64] |= UINT64_C(1) << t % 64;
+    }
+}
+
+/* Tokens of which some row reads the value: its support, or for softmax all that it reads. */
+static int64_t union_support(const ekv_step *step, const ekv_item *item) {
     const int64_t words = item->n / 64 + 1;
     int64_t count = 0;
     memset(item->seen, 0, (size_t)words * sizeof *item->seen);
     for (int32_t r = 0; r < item->rows; r++) {
         const ekv_row *row = &item->row[r];
-        if (row->softmax) return item->read_tokens;
+        if (row->softmax) mark_pages(step, item, row);
         for (int64_t i = 0; i < row->list_count; i++) item->seen[row->list_token[i] / 64] |= UINT64_C(1) << row->list_token[i] % 64;
     }
     for (int64_t w = 0; w < words; w++)
@@ -345,7 +355,7 @@ static void write_report(const ekv_step *step, ekv_item *item) {
         report->bytes_statistics = item->bytes_statistics;
         report->bytes_sketch = item->bytes_sketch;
         report->bytes_keys = item->read_tokens * step->kv.k_dim * element;
-        report->bytes_values = union_support(item) * step->kv.v_dim * element;
+        report->bytes_values = union_support(step, item) * step->kv.v_dim * element;
         report->bytes_dense = (int64_t)item->n * (step->kv.k_dim + step->kv.v_dim) * element;
     }
 }

@@ -66,6 +66,8 @@ typedef struct gather {
 static void want(const ekv_step *step, ekv_item *item, gather *g, int32_t token) {
     if (item->read[token]) return;
     mark_read(item, token);
+    ekv_prefetch(ekv_key(&step->kv, ekv_block(item, token / step->kv.page_size), token % step->kv.page_size, item->head),
+                 (size_t)step->kv.k_dim * ekv_element_bytes(step->kv.dtype));
     g->token[g->n++] = token;
     if (g->n < EKV_TILE) return;
     read_tokens(step, item, g->token, g->n);

@@ -208,6 +208,16 @@ static inline const void *ekv_value(const ekv_kv *kv, int64_t block, int64_t slo
     return ekv_at(kv->v, block * kv->v_block_stride + slot * kv->v_token_stride + head * kv->v_head_stride, kv->dtype);
 }
 
+/* Asks for a row that will be read soon; scattered rows defeat the hardware's own prefetching. */
+static inline void ekv_prefetch(const void *row, size_t bytes) {
+#if defined(__GNUC__)
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)row + i);
+#else
+    (void)row;
+    (void)bytes;
+#endif
+}
+
 /* Copies a parameter struct of the caller's header version over the defaults of this one.  False if its size is impossible. */
 bool ekv_copy_params(void *to, size_t to_size, const void *from, size_t least);
 

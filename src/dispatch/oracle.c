@@ -14,8 +14,9 @@
 /* Memory for one row, sized for the longest. */
 typedef struct oracle {
     const void **keys, **values;
-    double *q, *out, *bound, *mean, *deviation;
+    double *q, *out, *p, *bound, *mean, *deviation;
     uint8_t *pages;
+    uint8_t *item_pages, *item_values; /* what some row of the item reads */
 } oracle;
 
 static void lay_out(const ekv_step *step, int64_t n, int64_t pages, ekv_arena *arena, oracle *o) {
@@ -27,6 +28,9 @@ static void lay_out(const ekv_step *step, int64_t n, int64_t pages, ekv_arena *a
     o->mean = ekv_take(arena, (size_t)pages, sizeof *o->mean);
     o->deviation = ekv_take(arena, (size_t)pages, sizeof *o->deviation);
     o->pages = ekv_take(arena, (size_t)pages, 1);
+    o->p = ekv_take(arena, (size_t)n, sizeof *o->p);
+    o->item_pages = ekv_take(arena, (size_t)pages, 1);
+    o->item_values = ekv_take(arena, (size_t)n, 1);
 }
 
 /* Solves one row of an item. */
@@ -45,7 +49,7 @@ static ekv_status solve_row(const ekv_step *step, const ekv_item *item, const ek
         .first_pages = p->first_pages, .recent_tokens = p->recent_tokens, .gaussian_model = p->gaussian_model, .quantile = p->quantile,
         .margin_sigma = p->margin_sigma, .margin_fraction = p->margin_fraction,
         .page_mask = p->page_mask ? p->page_mask + ((int64_t)row->token * p->q_heads + row->head) * p->page_mask_stride : NULL};
-    *result = (ekv_reference_result){.out = o->out, .pages = o->pages, .page_bound = o->bound, .page_mean = o->mean,
+    *result = (ekv_reference_result){.out = o->out, .p = o->p, .pages = o->pages, .page_bound = o->bound, .page_mean = o->mean,
                                      .page_deviation = o->deviation};
     if (ekv_reference_row(&problem, result) != 0)
         return ekv_fail(step->context, EKV_ERROR_OUT_OF_MEMORY, "out of memory in the reference");
@@ -62,7 +66,6 @@ static void write_out(const ekv_step *step, const ekv_row *row, const oracle *o)
 }
 
 static void write_report(const ekv_step *step, const ekv_row *row, const oracle *o, const ekv_reference_result *result) {
-    const int64_t element = (int64_t)ekv_element_bytes(step->kv.dtype);
     const double mass = result->mass_bound > 1.0 ? 1.0 : result->mass_bound; /* a share, but for its last rounding */
     ekv_report r = {.tau = result->tau, .mass_bound = mass, .error_bound = 2.0 * result->value_norm * mass, .support = result->support};
     for (int32_t p = 0; p < row->pages; p++) {
@@ -80,12 +83,32 @@ static void write_report(const ekv_step *step, const ekv_row *row, const oracle 
         r.mass_bound = r.error_bound = NAN;
     else if (!norms)
         r.error_bound = NAN;
-    r.group_pages = r.pages; /* the reference shares no reads: every row counts its own */
-    r.total_pages = row->pages;
-    r.bytes_keys = r.tokens * step->kv.k_dim * element;
-    r.bytes_values = r.support * step->kv.v_dim * element;
-    r.bytes_dense = (int64_t)row->n * (step->kv.k_dim + step->kv.v_dim) * element;
     step->p.report[(int64_t)row->token * step->p.q_heads + row->head] = r;
+}
+
+static void add_reads(const ekv_row *row, const oracle *o) {
+    for (int32_t p = 0; p < row->pages; p++) o->item_pages[p] |= o->pages[p];
+    for (int32_t t = 0; t < row->n; t++) o->item_values[t] |= !(o->p[t] == 0.0); /* NaN too */
+}
+
+/* The fields that stand for the whole item, in the entry of its first row.  For statistics: what the other backends would read. */
+static void write_item(const ekv_step *step, const ekv_item *item, const oracle *o) {
+    const int64_t element = (int64_t)ekv_element_bytes(step->kv.dtype);
+    ekv_row first = {0};
+    ekv_describe_row(step, item, 0, &first);
+    ekv_report *r = &step->p.report[(int64_t)first.token * step->p.q_heads + first.head];
+    for (int32_t p = 0; p < item->pages; p++) {
+        r->group_pages += o->item_pages[p];
+        if (o->item_pages[p]) r->bytes_keys += ekv_page_tokens(step, item->n, p) * step->kv.k_dim * element;
+    }
+    for (int32_t t = 0; t < item->n; t++) r->bytes_values += o->item_values[t] * step->kv.v_dim * element;
+    const int64_t boxes = !step->bounds ? 0 : step->p.policy == EKV_POLICY_TOPK ? item->pages : item->pages - r->group_pages;
+    const bool norms = step->p.report_mass && step->index && step->index->norms && boxes > 0;
+    r->bytes_statistics = boxes * (int64_t)(step->index ? step->index->box_bytes : 0) +
+                          (step->moments ? item->pages * (int64_t)step->index->moments_bytes : 0) +
+                          (norms ? item->pages * (int64_t)sizeof(float) : 0);
+    r->total_pages = item->pages;
+    r->bytes_dense = (int64_t)item->n * (step->kv.k_dim + step->kv.v_dim) * element;
 }
 
 typedef struct outputs {
@@ -120,7 +143,9 @@ static ekv_status each_row(const ekv_step *step, const ekv_item *items, int64_t 
     arena = (ekv_arena){memory, 0};
     lay_out(step, longest, pages, &arena, &o);
     ekv_status status = EKV_OK;
-    for (int64_t i = 0; i < n && status == EKV_OK; i++)
+    for (int64_t i = 0; i < n && status == EKV_OK; i++) {
+        memset(o.item_pages, 0, (size_t)items[i].pages);
+        memset(o.item_values, 0, (size_t)items[i].n);
         for (int32_t r = 0; r < items[i].rows && status == EKV_OK; r++) {
             ekv_row row = {0};
             ekv_reference_result result;
@@ -132,7 +157,10 @@ static ekv_status each_row(const ekv_step *step, const ekv_item *items, int64_t 
             else
                 write_out(step, &row, &o);
             if (!to && step->p.report) write_report(step, &row, &o, &result);
+            add_reads(&row, &o);
         }
+        if (!to && step->p.report && status == EKV_OK) write_item(step, &items[i], &o);
+    }
     ekv_release(&step->context->allocator, memory, bytes);
     return status;
 }

@@ -37,4 +37,5 @@ fi
 jobs=$(getconf _NPROCESSORS_ONLN)
 cmake --preset aarch64 "$@"
 cmake --build --preset aarch64 -j "$jobs"
-exec ctest --preset aarch64 -j "$jobs"
+# EKV_TEST_ONLY: a regular expression of test names, for a run shorter than all
+exec ctest --preset aarch64 -j "$jobs" ${EKV_TEST_ONLY:+-R "$EKV_TEST_ONLY"}

@@ -22,7 +22,7 @@
 extern "C" {
 #endif
 
-#define EKV_KERNELS_VERSION 2
+#define EKV_KERNELS_VERSION 3
 #define EKV_TILE 64      /* most tokens in one call of score */
 #define EKV_MARGIN 0x1p-12 /* z units: what `keep` leaves below a lower bound of tau, so that rounding never drops a candidate */
 
@@ -45,7 +45,8 @@ extern "C" {
     X(solve, "tau, support and weights from a candidate list")         /* entmax.h */    \
     X(softmax, "exponential weights of a tile")                        /* entmax.h */    \
     X(mass, "expected mass above a threshold of a mixture of normals") /* page.h */    \
-    X(lookup, "sums of table entries: bounds of the scores of sketched keys") /* sketch.h */
+    X(lookup, "sums of table entries: bounds of the scores of sketched keys") /* sketch.h */ \
+    X(above, "which sums exceed a limit")                              /* sketch.h */
 
 /* load_row: out[d] = (float)row[d] * factor for d < dim, and zeros up to the next multiple of 32. */
 typedef struct ekv_load_row_args {
@@ -221,14 +222,24 @@ typedef struct ekv_encode_args {
     float norms[EKV_SKETCH_NORMS], length; /* in and out: raised */
 } ekv_encode_args;
 
-/* lookup: sum[t] = sum over codes of table[code][its number], saturating at 65535, for `groups` groups of 16 tokens. */
+/* lookup: sum[t] = start of its group + sum over codes of table[code][its number], saturating at 65535, for `groups` groups of 16
+ * tokens. */
 typedef struct ekv_lookup_args {
-    const uint8_t *low, *high;     /* [codes][16] the two bytes of the table's entries */
-    int codes;                     /* norms included; even */
+    const uint16_t *table;         /* [codes][16] */
+    int codes;                     /* norms included; even; at most EKV_SKETCH_CODES + EKV_SKETCH_NORMS */
     const uint8_t *const *group;   /* [groups] each [codes / 2][16] */
+    const uint16_t *start;         /* [groups] */
     int groups;
     uint16_t *sum;                 /* [groups][16] */
 } ekv_lookup_args;
+
+/* above: sets bit t % 64 of bits[t / 64] for every t < n with sum[t] > limit; other bits stay.  n is a multiple of 16. */
+typedef struct ekv_above_args {
+    const uint16_t *sum; /* [n] */
+    int n;
+    uint16_t limit;
+    uint64_t *bits; /* [n / 64 rounded up] in and out */
+} ekv_above_args;
 
 /* The table of a backend's kernels. */
 typedef struct ekv_kernels {

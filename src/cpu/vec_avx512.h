@@ -100,36 +100,36 @@ EKV_INLINE double vd_sum(vd a) {
     return _mm_cvtsd_f64(_mm_add_sd(y, _mm_unpackhi_pd(y, y)));
 }
 
-/* Sums of the 16-bit lanes in the order that unpacking leaves: v[0] holds tokens 0-7 and 16-23, v[1] 8-15 and 24-31. */
-typedef struct { __m256i v[2]; } vs;
+typedef __m512i vs;
 
-EKV_INLINE vs vs_zero(void) {
-    vs r = {{_mm256_setzero_si256(), _mm256_setzero_si256()}};
-    return r;
+/* The first 16 lanes and the last. */
+EKV_INLINE vs vs_set(uint16_t first, uint16_t second) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set1_epi16((short)first)), _mm256_set1_epi16((short)second), 1);
 }
 
-EKV_INLINE vs vs_add_entries(vs a, __m256i index, const uint8_t *low, const uint8_t *high) {
-    const __m256i l = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)low)), index);
-    const __m256i h = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)high)), index);
-    a.v[0] = _mm256_adds_epu16(a.v[0], _mm256_unpacklo_epi8(l, h));
-    a.v[1] = _mm256_adds_epu16(a.v[1], _mm256_unpackhi_epi8(l, h));
-    return a;
-}
+/* Two tables of 16 entries: the table of one permutation. */
+typedef __m512i vs_table;
 
-EKV_INLINE vs vs_add_lookup(vs a, const uint8_t *first, const uint8_t *second, const uint8_t *low, const uint8_t *high) {
+EKV_INLINE vs_table vs_table_of(const uint16_t *entries) { return _mm512_loadu_si512(entries); }
+
+EKV_INLINE vs vs_add_lookup(vs a, const uint8_t *first, const uint8_t *second, const vs_table *t) {
     const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)first)),
                                                   _mm_loadu_si128((const __m128i *)second), 1);
-    const __m256i mask = _mm256_set1_epi8(15);
-    a = vs_add_entries(a, _mm256_and_si256(bytes, mask), low, high);
-    return vs_add_entries(a, _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask), low + 16, high + 16);
+    const __m512i x = _mm512_cvtepu8_epi16(bytes); /* a permutation looks at the lowest five bits of an index */
+    const __m512i low = _mm512_and_si512(x, _mm512_set1_epi16(15)), high = _mm512_or_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi16(16));
+    return _mm512_adds_epu16(_mm512_adds_epu16(a, _mm512_permutexvar_epi16(low, *t)), _mm512_permutexvar_epi16(high, *t));
 }
 
 EKV_INLINE void vs_store(uint16_t *p, vs a, int n) {
-    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(a.v[0]));
-    _mm_storeu_si128((__m128i *)(p + 8), _mm256_castsi256_si128(a.v[1]));
-    if (n <= 16) return;
-    _mm_storeu_si128((__m128i *)(p + 16), _mm256_extracti128_si256(a.v[0], 1));
-    _mm_storeu_si128((__m128i *)(p + 24), _mm256_extracti128_si256(a.v[1], 1));
+    if (n <= 16)
+        _mm256_storeu_si256((__m256i *)p, _mm512_castsi512_si256(a));
+    else
+        _mm512_storeu_si512(p, a);
+}
+
+/* Bit i: p[i] > limit. */
+EKV_INLINE uint32_t vs_above(const uint16_t *p, uint16_t limit) {
+    return _mm512_cmpgt_epu16_mask(_mm512_loadu_si512(p), _mm512_set1_epi16((short)limit));
 }
 
 #if EKV_WITH_SLEEF

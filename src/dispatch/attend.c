@@ -34,11 +34,11 @@ static void scan_begin(const ekv_step *step, const ekv_item *item, ekv_row *row,
     const int64_t index = (int64_t)(row - item->row) * item->spans + span;
     s->row = row;
     s->part = &item->part[index];
-    *s->part = (ekv_part){0, -INFINITY, 0.0, false};
+    *s->part = (ekv_part){.z_max = -INFINITY};
     s->sum = item->values + (size_t)index * ekv_padded(step->kv.v_dim);
     s->list_z = row->list_z ? row->list_z + (size_t)span * EKV_SPAN : NULL;
     s->list_token = row->list_token ? row->list_token + (size_t)span * EKV_SPAN : NULL;
-    s->threshold = -INFINITY;
+    s->threshold = row->cut;
     s->tau = -1.0f;
     s->resolve_at = RESOLVE_EVERY;
     if (row->softmax) memset(s->sum, 0, (size_t)step->kv.v_dim * sizeof(float));
@@ -156,11 +156,11 @@ void ekv_scan(const ekv_step *step, ekv_item *item, int32_t span) {
     for (int32_t token = begin; token < end;) {
         const int64_t page = token / page_size, block = ekv_block(item, page);
         const int32_t page_end = (int32_t)ekv_min64(end, (page + 1) * page_size);
-        if (step->sparse && !anyone_reads(item, token, page)) {
+        if (item->row[0].selected && !anyone_reads(item, token, page)) {
             token = page_end;
             continue;
         }
-        if (t.n > 0 && step->sparse && !same_readers(item, tile_page, page)) {
+        if (t.n > 0 && item->row[0].selected && !same_readers(item, tile_page, page)) {
             scan_tile(step, item, rows, &t);
             t.n = 0;
         }
@@ -179,12 +179,21 @@ void ekv_scan(const ekv_step *step, ekv_item *item, int32_t span) {
 
 /* ---- finish ---- */
 
+/* Bits that are set among the first n. */
+static int64_t count_bits(const uint64_t *bits, int64_t n) {
+    int64_t count = 0;
+    for (int64_t w = 0; w * 64 < n; w++)
+        for (uint64_t b = n - w * 64 < 64 ? bits[w] & ((UINT64_C(1) << (n - w * 64)) - 1) : bits[w]; b; b &= b - 1) count++;
+    return count;
+}
+
 /* Moves the spans' lists together, leaving out what the best lower bound of all spans rules out. */
 static void merge_lists(const ekv_step *step, const ekv_item *item, ekv_row *row) {
     const ekv_part *part = &item->part[(int64_t)(row - item->row) * item->spans];
     float z_max = -INFINITY;
     for (int32_t s = 0; s < item->spans; s++) z_max = part[s].z_max > z_max ? part[s].z_max : z_max;
-    const float threshold = z_max > -INFINITY ? ekv_threshold(z_max, -1.0 - EKV_MARGIN) : -INFINITY;
+    const float unit = z_max > -INFINITY ? ekv_threshold(z_max, -1.0 - EKV_MARGIN) : -INFINITY;
+    const float threshold = unit > row->cut ? unit : row->cut;
     int64_t count = 0;
     for (int32_t s = 0; s < item->spans; s++) {
         const size_t from = (size_t)s * EKV_SPAN;
@@ -216,17 +225,14 @@ void ekv_finish(const ekv_step *step, ekv_item *item, ekv_row *row) {
     row->mass = row->error = NAN;
     row->certified = false;
     if (step->certified) {
-        for (int32_t t = 0; t < row->n; t++) row->read_tokens += item->read[t];
+        row->read_tokens = count_bits(item->read, row->n);
         for (int32_t s = 0; s < item->spans; s++) skipped += item->part[(int64_t)(row - item->row) * item->spans + s].sum;
     }
     if (row->read_tokens > 0) {
         if (row->softmax) {
             finish_softmax(item, row);
         } else {
-            if (step->certified)
-                ekv_certify_list(item, row, true);
-            else
-                merge_lists(step, item, row);
+            merge_lists(step, item, row);
             ekv_solve_args solve = {row->list_z, row->list_token, row->list_count, row->alpha, row->weight, 0, 0.0};
             step->kernels->solve(&solve);
             row->list_count = row->support = solve.support;
@@ -309,28 +315,24 @@ static void mark_pages(const ekv_step *step, const ekv_item *item, const ekv_row
 
 /* Tokens of which some row reads the value: its support, or for softmax all that it reads. */
 static int64_t union_support(const ekv_step *step, const ekv_item *item) {
-    const int64_t words = item->n / 64 + 1;
-    int64_t count = 0;
-    memset(item->seen, 0, (size_t)words * sizeof *item->seen);
+    memset(item->seen, 0, ((size_t)item->n / 64 + 1) * sizeof *item->seen);
     for (int32_t r = 0; r < item->rows; r++) {
         const ekv_row *row = &item->row[r];
         if (row->softmax) mark_pages(step, item, row);
         for (int64_t i = 0; i < row->list_count; i++) item->seen[row->list_token[i] / 64] |= UINT64_C(1) << row->list_token[i] % 64;
     }
-    for (int64_t w = 0; w < words; w++)
-        for (uint64_t bits = item->seen[w]; bits; bits &= bits - 1) count++;
-    return count;
+    return count_bits(item->seen, item->n);
 }
 
 /* Policy certified learns what it read only while it reads. */
 static void count_certified(const ekv_step *step, ekv_item *item) {
     for (int32_t s = 0; s < item->spans && item->use_sketch; s++)
-        item->bytes_sketch += item->part[s].count * (int64_t)step->index->sketch_bytes;
+        item->bytes_sketch += item->part[s].looked * ((int64_t)step->index->sketch_bytes * EKV_SKETCH_GROUP / step->kv.page_size);
     for (int32_t p = 0; p < item->pages; p++) {
         int32_t any[EKV_ITEM_ROWS] = {0}, tokens = 0;
         for (int32_t i = 0; i < ekv_page_tokens(step, item->n, p); i++) {
             const int32_t token = p * step->kv.page_size + i;
-            if (!item->read[token]) continue;
+            if (!(item->read[token / 64] >> token % 64 & 1)) continue;
             tokens++;
             for (int32_t r = 0; r < item->rows; r++) any[r] |= token < item->row[r].n;
         }

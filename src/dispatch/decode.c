@@ -44,9 +44,8 @@ static void place_item(const ekv_step *step, ekv_item *item, ekv_arena *arena) {
     item->part = ekv_take(arena, rows * (size_t)item->spans, sizeof *item->part);
     item->values = ekv_take(arena, rows * (size_t)item->spans * ekv_padded(step->kv.v_dim), sizeof(float));
     item->count = ekv_take(arena, step->moments ? 4 * pages : 0, sizeof(float));
-    item->read = ekv_take(arena, step->certified ? (size_t)item->n : 0, 1);
-    item->touched = ekv_take(arena, step->certified ? (size_t)item->n / EKV_TOUCHED + 1 : 0, sizeof *item->touched);
-    item->looked = ekv_take(arena, step->certified ? pages : 0, 1);
+    item->read = ekv_take(arena, step->certified ? (size_t)item->n / 64 + 1 : 0, sizeof(uint64_t));
+    item->needed = ekv_take(arena, step->certified ? pages : 0, 1);
     item->seen = ekv_take(arena, step->p.report ? (size_t)item->n / 64 + 1 : 0, sizeof(uint64_t));
     for (size_t r = 0; r < rows; r++) {
         ekv_row row = {0};
@@ -55,17 +54,18 @@ static void place_item(const ekv_step *step, ekv_item *item, ekv_arena *arena) {
         row.bound = ekv_take(arena, step->bounds || step->certified ? pages : 0, sizeof(float));
         const bool sketch = step->certified && step->index && step->index->codes;
         row.table = ekv_take(arena, sketch ? 1 : 0, sizeof *row.table);
-        row.top = ekv_take(arena, sketch ? pages * (size_t)step->kv.page_size / EKV_SKETCH_GROUP : 0, sizeof *row.top);
-        row.center = ekv_take(arena, sketch ? (size_t)ekv_ceil_div(item->pages, step->index->stretch) : 0, sizeof *row.center);
+        const size_t stretches = sketch ? (size_t)ekv_ceil_div(item->pages, step->index->stretch) : 0;
+        row.center = ekv_take(arena, stretches, sizeof *row.center);
+        row.start = ekv_take(arena, stretches, sizeof *row.start);
         row.mean = ekv_take(arena, step->moments ? pages : 0, sizeof(float));
         row.deviation = ekv_take(arena, step->moments ? pages : 0, sizeof(float));
         row.list_z = ekv_take(arena, list, sizeof(float));
-        row.list_token = ekv_take(arena, list + EKV_MAX_PAGE_SIZE, sizeof(int32_t)); /* `lookup` fills whole groups */
-        row.weight = ekv_take(arena, list, sizeof(float));
+        row.list_token = ekv_take(arena, list, sizeof(int32_t));
+        row.weight = ekv_take(arena, list + (step->certified ? EKV_CERTIFY_SPARE : 0), sizeof(float));
         if (!arena->base) continue;
         if (!step->sparse) row.selected = NULL;
         if (!step->bounds && !step->certified) row.bound = NULL;
-        row.sum = (uint16_t *)row.list_token;
+        row.sum = (uint16_t *)row.weight;
         if (!step->moments) row.mean = row.deviation = NULL;
         if (!list) row.list_z = row.weight = NULL, row.list_token = NULL;
         item->row[r] = row;
@@ -93,6 +93,7 @@ static void prepare_row(const ekv_step *step, ekv_item *item, int32_t r) {
     ekv_describe_row(step, item, r, row);
     const double factor = row->softmax ? 1.0 : row->alpha - 1.0, beta = 1.0 / factor;
     row->power = beta > 65.0 ? 65 : beta <= 1.0 ? 1 : (int32_t)ceil(beta - 1e-9);
+    row->cut = -INFINITY;
     row->slope = step->p.slopes ? (float)(factor * (double)step->p.slopes[row->head]) : 0.0f;
     ekv_load_row_args load = {row->query, step->kv.k_dim, (float)(factor * row->scale), row->q};
     step->kernels->load_row[step->p.q_dtype](&load);
@@ -215,14 +216,7 @@ static void stage_raise(void *arg, int64_t i) {
     const run *r = arg;
     int64_t row;
     ekv_item *item = item_of(r, r->first_row, i, &row);
-    ekv_certify_raise(r->step, item, &item->row[row]);
-}
-
-static void stage_sweep(void *arg, int64_t i) {
-    const run *r = arg;
-    int64_t span;
-    ekv_item *item = item_of(r, r->first_span, i, &span);
-    ekv_certify_sweep(r->step, item, (int32_t)span);
+    ekv_certify_raise(r->step, item, &item->row[row], r->round);
 }
 
 static void stage_scan(void *arg, int64_t i) {
@@ -262,10 +256,9 @@ static void whole_item(void *arg, int64_t i) {
     if (r->step->certified) {
         for (int32_t span = 0; span < item.spans; span++) ekv_certify_sketch(r->step, &item, span);
         for (int round = 0; round < EKV_CERTIFY_ROUNDS; round++) {
+            for (int32_t row = 0; row < item.rows; row++) ekv_certify_raise(r->step, &item, &item.row[row], round);
             for (int32_t span = 0; span < item.spans; span++) ekv_certify_round(r->step, &item, span, round);
-            for (int32_t row = 0; row < item.rows; row++) ekv_certify_raise(r->step, &item, &item.row[row]);
         }
-        for (int32_t span = 0; span < item.spans; span++) ekv_certify_sweep(r->step, &item, span);
     } else {
         for (int32_t span = 0; span < item.spans; span++) ekv_scan(r->step, &item, span);
     }
@@ -309,10 +302,9 @@ static void run_stages(ekv_context *context, run *r) {
     if (r->step->certified) {
         ekv_parallel(context, r->plan.spans, stage_sketch, r);
         for (r->round = 0; r->round < EKV_CERTIFY_ROUNDS; r->round++) {
-            ekv_parallel(context, r->plan.spans, stage_round, r);
             ekv_parallel(context, r->plan.rows, stage_raise, r);
+            ekv_parallel(context, r->plan.spans, stage_round, r);
         }
-        ekv_parallel(context, r->plan.spans, stage_sweep, r);
     } else {
         ekv_parallel(context, r->plan.spans, stage_scan, r);
     }

@@ -76,12 +76,13 @@ typedef struct ekv_score_args {
     float *z;                 /* [rows][EKV_TILE]; entries past n are unspecified */
 } ekv_score_args;
 
-/* accumulate: sum[d] += (sum over i < n, in order and from zero, of weight[i] * values[i][d]).  Weights of zero are skipped. */
+/* accumulate: for each row r, sum[r][d] += (sum over i < n, in order and from zero, of weight[r][i] * values[i][d]).  Weights of zero
+ * are skipped. */
 typedef struct ekv_accumulate_args {
-    const void *const *values; /* [n] */
-    const float *weight;       /* [n] */
-    int n, dim;
-    float *sum;                /* [dim] */
+    const void *const *values;   /* [n] */
+    const float *const *weight;  /* [rows][n] */
+    int rows, n, dim;
+    float *const *sum;           /* [rows][dim] */
 } ekv_accumulate_args;
 
 /* box: per-dimension minimum, then maximum, of n keys, in the storage type (exact).  If a key has a NaN or an infinity all of the
@@ -168,12 +169,13 @@ typedef struct ekv_solve_args {
     double tau;     /* out, z units */
 } ekv_solve_args;
 
-/* softmax: weight[i] = exp(z[i] - z_max) as float; returns their sum (tree order) in `sum`. */
+/* softmax: raises z_max to the largest z (NaN if there is one), then weight[i] = exp(z[i] - z_max) as float; returns their sum (tree
+ * order) in `sum`.  If z_max is -infinity then, weights and sum are 0. */
 typedef struct ekv_softmax_args {
     const float *z;
     int n; /* <= EKV_TILE */
-    float z_max;
-    float *weight; /* [n] */
+    float z_max;   /* in and out */
+    float *weight; /* [n]; may be z */
     double sum;    /* out */
 } ekv_softmax_args;
 

@@ -11,10 +11,11 @@
 #include <immintrin.h>
 
 typedef struct { __m256 v[4]; } vf;
-typedef __m256 v8;
+typedef __m256 vp;
 typedef struct { __m256d v[2]; } vd;
 
 #define VEC_QUERIES 2 /* query rows that the score kernel keeps in registers at once: 8 sums and 4 parts of a key in 16 registers */
+#define VEC_SUMS 2    /* vectors of sums that the accumulate kernel keeps in registers */
 
 #define VF_EACH(expression) \
     vf r;                   \
@@ -86,10 +87,10 @@ EKV_INLINE uint32_t vf_le(vf a, vf b) {
     return mask;
 }
 
-EKV_INLINE v8 vf_fold(vf a) { return _mm256_add_ps(_mm256_add_ps(a.v[0], a.v[2]), _mm256_add_ps(a.v[1], a.v[3])); }
+EKV_INLINE vp vf_fold(vf a) { return _mm256_add_ps(_mm256_add_ps(a.v[0], a.v[2]), _mm256_add_ps(a.v[1], a.v[3])); }
 
 /* Adds by transposing: each level halves the number of registers and adds the halves of two sums at once. */
-EKV_INLINE void v8_sum8(const v8 a[8], float out[8]) {
+EKV_INLINE void vp_sum8(const vp a[8], float out[8]) {
     __m256 b[4], c[2];
     for (int i = 0; i < 4; i++) /* lanes j and j + 4; sum i in the low half, sum i + 4 in the high half */
         b[i] = _mm256_add_ps(_mm256_permute2f128_ps(a[i], a[i + 4], 0x20), _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));

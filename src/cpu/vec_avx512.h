@@ -10,10 +10,11 @@
 #include <immintrin.h>
 
 typedef struct { __m512 v[2]; } vf;
-typedef __m256 v8;
+typedef __m512 vp;
 typedef __m512d vd;
 
 #define VEC_QUERIES 4 /* query rows that the score kernel keeps in registers at once: 8 sums and 2 parts of a key in 32 registers */
+#define VEC_SUMS 8    /* vectors of sums that the accumulate kernel keeps in registers */
 
 #define VF_EACH(expression) \
     vf r;                   \
@@ -69,19 +70,36 @@ EKV_INLINE uint32_t vf_le(vf a, vf b) {
     return (uint32_t)_mm512_cmp_ps_mask(a.v[0], b.v[0], _CMP_LE_OQ) | (uint32_t)_mm512_cmp_ps_mask(a.v[1], b.v[1], _CMP_LE_OQ) << 16;
 }
 
-EKV_INLINE v8 vf_fold(vf a) {
-    const __m512 x = _mm512_add_ps(a.v[0], a.v[1]); /* i and i + 16 */
-    return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+/* See vec.h. */
+#define VEC_HAS_PACK
+EKV_INLINE int vec_pack(float *to_z, int32_t *to_token, const float *z, const int32_t *token, uint32_t mask) {
+    int count = 0;
+    for (int i = 0; i < 32; i += 16) {
+        const __mmask16 chosen = (__mmask16)(mask >> i);
+        const int n = __builtin_popcount(chosen);
+        const __m512 x = _mm512_maskz_compress_ps(chosen, _mm512_maskz_loadu_ps(chosen, z + i));
+        const __m512i t = _mm512_maskz_compress_epi32(chosen, _mm512_maskz_loadu_epi32(chosen, token + i));
+        _mm512_mask_storeu_ps(to_z + count, first_lanes(n), x);
+        _mm512_mask_storeu_epi32(to_token + count, first_lanes(n), t);
+        count += n;
+    }
+    return count;
 }
 
-/* Adds by transposing: each level halves the number of registers and adds the halves of two sums at once. */
-EKV_INLINE void v8_sum8(const v8 a[8], float out[8]) {
-    __m256 b[4], c[2];
-    for (int i = 0; i < 4; i++) /* lanes j and j + 4; sum i in the low half, sum i + 4 in the high half */
-        b[i] = _mm256_add_ps(_mm256_permute2f128_ps(a[i], a[i + 4], 0x20), _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
-    for (int i = 0; i < 2; i++) /* lanes j and j + 2 */
-        c[i] = _mm256_add_ps(_mm256_shuffle_ps(b[2 * i], b[2 * i + 1], 0x44), _mm256_shuffle_ps(b[2 * i], b[2 * i + 1], 0xee));
-    _mm256_storeu_ps(out, _mm256_add_ps(_mm256_shuffle_ps(c[0], c[1], 0x88), _mm256_shuffle_ps(c[0], c[1], 0xdd)));
+EKV_INLINE vp vf_fold(vf a) { return _mm512_add_ps(a.v[0], a.v[1]); } /* i and i + 16 */
+
+/* Adds by transposing: each level adds the halves of two sums at once, and the next has half as many registers. */
+EKV_INLINE void vp_sum8(const vp a[8], float out[8]) {
+    __m512 b[4], c[2], d;
+    for (int i = 0; i < 4; i++) /* lanes j and j + 8; sum i in the low half, sum i + 4 in the high half */
+        b[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[i], a[i + 4], 0x44), _mm512_shuffle_f32x4(a[i], a[i + 4], 0xee));
+    for (int i = 0; i < 2; i++) /* j and j + 4; quarters: sums i, i + 4, i + 2, i + 6 */
+        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[i], b[i + 2], 0x88), _mm512_shuffle_f32x4(b[i], b[i + 2], 0xdd));
+    /* j and j + 2; then the last two lanes of each sum stand together: 0 1, 4 5, 2 3, 6 7 */
+    d = _mm512_add_ps(_mm512_shuffle_ps(c[0], c[1], 0x44), _mm512_shuffle_ps(c[0], c[1], 0xee));
+    d = _mm512_add_ps(_mm512_shuffle_ps(d, d, 0x88), _mm512_shuffle_ps(d, d, 0xdd));
+    const __m512i order = _mm512_setr_epi32(0, 1, 8, 9, 4, 5, 12, 13, 0, 0, 0, 0, 0, 0, 0, 0);
+    _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_permutexvar_ps(order, d)));
 }
 
 EKV_INLINE vd vd_set1(double x) { return _mm512_set1_pd(x); }

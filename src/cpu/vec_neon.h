@@ -11,10 +11,11 @@
 #include <arm_neon.h>
 
 typedef struct { float32x4_t v[8]; } vf;
-typedef struct { float32x4_t v[2]; } v8;
+typedef struct { float32x4_t v[2]; } vp;
 typedef struct { float64x2_t v[4]; } vd;
 
 #define VEC_QUERIES 2 /* query rows that the score kernel keeps in registers at once: 16 sums and 8 parts of a key in 32 registers */
+#define VEC_SUMS 2    /* vectors of sums that the accumulate kernel keeps in registers */
 
 #define VF_EACH(expression) \
     vf r;                   \
@@ -86,13 +87,13 @@ EKV_INLINE uint32_t vf_le(vf a, vf b) {
     return mask;
 }
 
-EKV_INLINE v8 vf_fold(vf a) {
-    v8 r;
+EKV_INLINE vp vf_fold(vf a) {
+    vp r;
     for (int i = 0; i < 2; i++) r.v[i] = vaddq_f32(vaddq_f32(a.v[i], a.v[i + 4]), vaddq_f32(a.v[i + 2], a.v[i + 6]));
     return r;
 }
 
-EKV_INLINE void v8_sum8(const v8 a[8], float out[8]) {
+EKV_INLINE void vp_sum8(const vp a[8], float out[8]) {
     for (int k = 0; k < 8; k++) {
         const float32x4_t x = vaddq_f32(a[k].v[0], a[k].v[1]);                        /* j and j + 4 */
         const float32x2_t y = vadd_f32(vget_low_f32(x), vget_high_f32(x));            /* j and j + 2 */

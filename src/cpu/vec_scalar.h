@@ -6,10 +6,11 @@
 #define EKV_VEC_SCALAR_H
 
 typedef struct { float v[32]; } vf;
-typedef struct { float v[8]; } v8;
+typedef struct { float v[8]; } vp;
 typedef struct { double v[8]; } vd;
 
 #define VEC_QUERIES 1 /* query rows that the score kernel keeps in registers at once */
+#define VEC_SUMS 2    /* vectors of sums that the accumulate kernel keeps in registers */
 
 /* IEEE half to float, exact: the exponent is moved by a multiplication, which also normalises subnormals. */
 EKV_INLINE float f16_to_f32(uint16_t h) {
@@ -87,15 +88,15 @@ EKV_INLINE uint32_t vf_le(vf a, vf b) {
     return mask;
 }
 
-/* The first two levels of the sum tree: 32 lanes to 8. */
-EKV_INLINE v8 vf_fold(vf a) {
-    v8 r;
+/* The first levels of the sum tree; how many, an instruction set chooses. */
+EKV_INLINE vp vf_fold(vf a) {
+    vp r;
     for (int i = 0; i < 8; i++) r.v[i] = (a.v[i] + a.v[i + 16]) + (a.v[i + 8] + a.v[i + 24]);
     return r;
 }
 
-/* The other three levels, for eight sums at once. */
-EKV_INLINE void v8_sum8(const v8 a[8], float out[8]) {
+/* The other levels, for eight sums at once. */
+EKV_INLINE void vp_sum8(const vp a[8], float out[8]) {
     for (int k = 0; k < 8; k++) {
         const float *v = a[k].v;
         out[k] = ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));

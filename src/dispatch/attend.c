@@ -71,30 +71,29 @@ static void scan_entmax(const ekv_step *step, scan_row *s, const tile *t, int n,
     if (s->part->count >= s->resolve_at) raise_threshold(step, s);
 }
 
-static float exp_of(const ekv_step *step, float x) {
+static float exp_of(const ekv_step *step, float x) { /* x <= 0 */
     float weight[1];
     ekv_softmax_args a = {&x, 1, 0.0f, weight, 0.0};
     step->kernels->softmax(&a);
     return weight[0];
 }
 
-static void scan_softmax(const ekv_step *step, scan_row *s, const tile *t, int n, const float *z) {
+/* Turns the scores z[0, n) of a tile into weights and brings the row's running sum to their scale.  False if nothing is to be added. */
+static bool weigh_softmax(const ekv_step *step, scan_row *s, int n, float *z) {
     ekv_part *part = s->part;
-    float z_max = part->z_max, weight[EKV_TILE];
-    for (int i = 0; i < n; i++) z_max = z[i] > z_max || z[i] != z[i] ? z[i] : z_max;
-    if (z_max == -INFINITY) return;
-    if (z_max > part->z_max && part->used) {
+    ekv_softmax_args exponentials = {z, n, part->z_max, z, 0.0};
+    step->kernels->softmax(&exponentials);
+    const float z_max = exponentials.z_max;
+    if (z_max == -INFINITY) return false;
+    if (!(z_max <= part->z_max) && part->used) {
         const float factor = exp_of(step, part->z_max - z_max);
         for (int32_t d = 0; d < step->kv.v_dim; d++) s->sum[d] *= factor;
         part->sum *= (double)factor;
     }
     part->z_max = z_max;
     part->used = true;
-    ekv_softmax_args exponentials = {z, n, z_max, weight, 0.0};
-    step->kernels->softmax(&exponentials);
     part->sum += exponentials.sum;
-    ekv_accumulate_args add = {t->values, weight, n, step->kv.v_dim, s->sum};
-    step->kernels->accumulate[step->kv.dtype](&add);
+    return true;
 }
 
 static bool reads(const ekv_row *row, int32_t token, int64_t page) {
@@ -119,14 +118,23 @@ static void scan_tile(const ekv_step *step, const ekv_item *item, scan_row *rows
     }
     ekv_score_args score = {q, slope, q_token, n, t->keys, t->token, t->n, step->kv.k_dim, z};
     step->kernels->score[step->kv.dtype](&score);
+    const float *weight[EKV_ITEM_ROWS];
+    float *sum[EKV_ITEM_ROWS];
+    int adding = 0;
     for (int a = 0; a < n; a++) {
         int seen = t->n;
         while (t->token[seen - 1] >= active[a]->row->n) seen--;
-        if (active[a]->row->softmax)
-            scan_softmax(step, active[a], t, seen, z + a * EKV_TILE);
-        else
+        if (!active[a]->row->softmax) {
             scan_entmax(step, active[a], t, seen, z + a * EKV_TILE);
+        } else if (weigh_softmax(step, active[a], seen, z + a * EKV_TILE)) {
+            for (int i = seen; i < t->n; i++) z[a * EKV_TILE + i] = 0.0f;
+            weight[adding] = z + a * EKV_TILE;
+            sum[adding++] = active[a]->sum;
+        }
     }
+    if (adding == 0) return;
+    ekv_accumulate_args add = {t->values, weight, adding, t->n, step->kv.v_dim, sum};
+    step->kernels->accumulate[step->kv.dtype](&add);
 }
 
 /* Whether the same rows read both pages. */
@@ -139,42 +147,65 @@ static bool same_readers(const ekv_item *item, int64_t a, int64_t b) {
 }
 
 static bool anyone_reads(const ekv_item *item, int32_t token, int64_t page) {
+    if (item->row[0].selected == item->needed) return item->needed[page]; /* certified: one mask for all rows */
     for (int32_t r = 0; r < item->rows; r++)
         if (reads(&item->row[r], token, page)) return true;
     return false;
 }
 
+static void tile_flush(const ekv_step *step, const ekv_item *item, scan_row *rows, tile *t) {
+    if (t->n > 0) scan_tile(step, item, rows, t);
+    t->n = 0;
+}
+
+/* Adds tokens [begin, end) of a page; values are asked for by softmax alone. */
+static void tile_add(const ekv_step *step, const ekv_item *item, scan_row *rows, tile *t, int64_t page, int32_t begin, int32_t end,
+                     bool values) {
+    const ekv_kv *kv = &step->kv;
+    const int64_t block = ekv_block(item, page), k_step = kv->k_token_stride * (int64_t)ekv_element_bytes(kv->dtype),
+                  v_step = kv->v_token_stride * (int64_t)ekv_element_bytes(kv->dtype);
+    const char *key = ekv_key(kv, block, begin % kv->page_size, item->head);
+    const char *value = ekv_value(kv, block, begin % kv->page_size, item->head);
+    while (begin < end) {
+        const int n = end - begin < EKV_TILE - t->n ? end - begin : EKV_TILE - t->n;
+        for (int i = 0; i < n; i++) {
+            t->token[t->n + i] = begin + i;
+            t->keys[t->n + i] = key + i * k_step;
+        }
+        for (int i = 0; i < n && values; i++) t->values[t->n + i] = value + i * v_step;
+        key += n * k_step;
+        value += n * v_step;
+        begin += n;
+        t->n += n;
+        if (t->n == EKV_TILE) tile_flush(step, item, rows, t);
+    }
+}
+
 void ekv_scan(const ekv_step *step, ekv_item *item, int32_t span) {
     scan_row rows[EKV_ITEM_ROWS];
     tile t;
-    for (int32_t r = 0; r < item->rows; r++) scan_begin(step, item, &item->row[r], span, &rows[r]);
+    bool softmax = false;
+    for (int32_t r = 0; r < item->rows; r++) {
+        scan_begin(step, item, &item->row[r], span, &rows[r]);
+        softmax |= item->row[r].softmax;
+    }
     memset(t.token, 0, sizeof t.token);
     t.n = 0;
+    const bool selective = item->rows > 0 && item->row[0].selected;
     const int32_t page_size = step->kv.page_size, begin = span * EKV_SPAN;
     const int32_t end = (int32_t)ekv_min64(item->n, (int64_t)begin + EKV_SPAN);
-    int64_t tile_page = 0;
+    int64_t before = -1; /* the page that was added last */
     for (int32_t token = begin; token < end;) {
-        const int64_t page = token / page_size, block = ekv_block(item, page);
+        const int64_t page = token / page_size;
         const int32_t page_end = (int32_t)ekv_min64(end, (page + 1) * page_size);
-        if (item->row[0].selected && !anyone_reads(item, token, page)) {
-            token = page_end;
-            continue;
+        if (!selective || anyone_reads(item, token, page)) {
+            if (selective && before >= 0 && !same_readers(item, before, page)) tile_flush(step, item, rows, &t);
+            tile_add(step, item, rows, &t, page, token, page_end, softmax);
+            before = page;
         }
-        if (t.n > 0 && item->row[0].selected && !same_readers(item, tile_page, page)) {
-            scan_tile(step, item, rows, &t);
-            t.n = 0;
-        }
-        if (t.n == 0) tile_page = page;
-        for (; token < page_end && t.n < EKV_TILE; token++, t.n++) {
-            t.token[t.n] = token;
-            t.keys[t.n] = ekv_key(&step->kv, block, token % page_size, item->head);
-            t.values[t.n] = ekv_value(&step->kv, block, token % page_size, item->head);
-        }
-        if (t.n < EKV_TILE) continue;
-        scan_tile(step, item, rows, &t);
-        t.n = 0;
+        token = page_end;
     }
-    if (t.n > 0) scan_tile(step, item, rows, &t);
+    tile_flush(step, item, rows, &t);
 }
 
 /* ---- finish ---- */
@@ -278,7 +309,8 @@ void ekv_values(const ekv_step *step, ekv_item *item, int32_t span) {
                 values[n] = ekv_value(&step->kv, ekv_block(item, token / page_size), token % page_size, item->head);
                 ekv_prefetch(values[n], (size_t)step->kv.v_dim * ekv_element_bytes(step->kv.dtype));
             }
-            ekv_accumulate_args add = {values, row->weight + i, n, step->kv.v_dim, sum};
+            const float *weight = row->weight + i;
+            ekv_accumulate_args add = {values, &weight, 1, n, step->kv.v_dim, &sum};
             step->kernels->accumulate[step->kv.dtype](&add);
             i += n;
         }

@@ -164,22 +164,33 @@ static double best_bias(const ekv_row *row, int64_t first, int64_t last) {
     return (double)row->slope * (double)((row->slope > 0.0f ? last : first) - row->q_token);
 }
 
-/* The bound of the page's norm, in float.  The f32 score may exceed the exact one by (K + 8) u (|q| |k| + |bias|), K additions on a
+/* The bound of a page's norm, in float.  The f32 score may exceed the exact one by (K + 8) u (|q| |k| + |bias|), K additions on a
  * product's way (see `bound`), u = 2^-24; the roundings here by less than 8 u of the same. */
 static void bound_by_norms(const ekv_step *step, const ekv_item *item, ekv_row *row) {
+    enum { PAGES = 256 };
     const ekv_index *index = step->index;
-    const float slack = (float)(ekv_padded(step->kv.k_dim) / 32 + 5 + 24) * 0x1p-24f;
+    const float slack = 1.0f + (float)(ekv_padded(step->kv.k_dim) / 32 + 5 + 24) * 0x1p-24f;
     const double exact = norm_of_query(step, row);
     const float norm = exact < 3e38 ? nextafterf((float)exact, INFINITY) : INFINITY;
     const int32_t page_size = step->kv.page_size;
-    for (int32_t p = 0; p < row->pages; p++) row->bound[p] = INFINITY;
-    for (int32_t p = 0; p < row->pages && index->norms; p++) {
-        const int64_t block = ekv_block(item, p);
-        const int32_t tokens = ekv_page_tokens(step, row->n, p), first = p * page_size;
-        const float dot = norm * *ekv_index_key_norm(index, item->head, block);
-        const float bias = row->slope * (float)((row->slope > 0.0f ? first + tokens - 1 : first) - row->q_token);
-        const float bound = dot + bias + slack * (dot + fabsf(bias)) + 0x1p-120f;
-        if (index->counts[block] >= tokens && bound < INFINITY) row->bound[p] = bound;
+    for (int32_t at = 0; at < row->pages; at += PAGES) {
+        const int32_t n = row->pages - at < PAGES ? row->pages - at : PAGES;
+        float *bound = row->bound + at, largest[PAGES];
+        for (int32_t i = 0; i < n; i++) {
+            const int64_t block = ekv_block(item, at + i);
+            const bool known = index->norms && index->counts[block] >= (at + i == row->pages - 1 ? ekv_page_tokens(step, row->n, at + i) : page_size);
+            largest[i] = known ? *ekv_index_key_norm(index, item->head, block) : INFINITY;
+        }
+        for (int32_t i = 0; i < n; i++) bound[i] = slack * (norm * largest[i]) + 0x1p-120f;
+        if (row->slope != 0.0f) {
+            const float down = 2.0f - slack, up = slack;
+            for (int32_t i = 0; i < n; i++) {
+                const int32_t page = at + i, last = (page + 1) * page_size <= row->n ? (page + 1) * page_size : row->n;
+                const float bias = row->slope * (float)((row->slope > 0.0f ? last - 1 : page * page_size) - row->q_token);
+                bound[i] = bound[i] + bias * (bias > 0.0f ? up : down);
+            }
+        }
+        for (int32_t i = 0; i < n; i++) bound[i] = bound[i] < INFINITY ? bound[i] : INFINITY;
     }
 }
 
@@ -191,13 +202,16 @@ static bool page_sketched(const ekv_step *step, const ekv_item *item, int64_t pa
 
 /* Marks the pages of which some row may need a token, and counts them. */
 static int64_t find_needed(ekv_item *item) {
-    int64_t count = 0;
-    memset(item->needed, UNNEEDED, (size_t)item->pages);
+    uint8_t *restrict needed = item->needed;
+    int32_t count = 0;
+    memset(needed, UNNEEDED, (size_t)item->pages);
     for (int32_t r = 0; r < item->rows; r++) {
-        const ekv_row *row = &item->row[r];
-        for (int32_t p = 0; p < row->pages; p++) item->needed[p] |= !(row->bound[p] <= row->cut);
+        const float *restrict bound = item->row[r].bound, cut = item->row[r].cut;
+        const int32_t pages = item->row[r].pages;
+        for (int32_t p = 0; p < pages; p++) needed[p] |= !(bound[p] <= cut);
     }
-    for (int32_t p = 0; p < item->pages; p++) count += item->needed[p];
+    const int32_t pages = item->pages;
+    for (int32_t p = 0; p < pages; p++) count += needed[p];
     return count;
 }
 
@@ -447,10 +461,11 @@ static double surviving_share(const ekv_step *step, ekv_item *item, const sample
 /* The share of needed pages, of about 16 looked at, that boxes rule out for every row. */
 static double boxed_share(const ekv_step *step, ekv_item *item, int64_t pages, const double *tau) {
     const int64_t stride = ekv_max64(1, pages / 16);
-    int64_t seen = 0;
+    int64_t seen = 0, next = 0;
     int looked = 0, ruled_out = 0;
     for (int32_t p = 0; p < item->pages; p++) {
-        if (!item->needed[p] || seen++ % stride) continue;
+        if (!item->needed[p] || seen++ != next) continue;
+        next += stride;
         bool needed = false;
         for (int32_t r = 0; r < item->rows; r++)
             needed |= p < item->row[r].pages && !((double)ekv_page_bound_of(step, item, &item->row[r], p) <= tau[r]);

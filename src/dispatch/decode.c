@@ -46,6 +46,7 @@ static void place_item(const ekv_step *step, ekv_item *item, ekv_arena *arena) {
     item->count = ekv_take(arena, step->moments ? 4 * pages : 0, sizeof(float));
     item->read = ekv_take(arena, step->certified ? (size_t)item->n / 64 + 1 : 0, sizeof(uint64_t));
     item->needed = ekv_take(arena, step->certified ? pages : 0, 1);
+    if (!step->certified) item->needed = NULL;
     item->seen = ekv_take(arena, step->p.report ? (size_t)item->n / 64 + 1 : 0, sizeof(uint64_t));
     for (size_t r = 0; r < rows; r++) {
         ekv_row row = {0};
@@ -142,7 +143,8 @@ static plan make_plan(const ekv_step *step) {
             longest = work > longest ? work : longest;
         }
     const int64_t threads = step->context->threads;
-    const bool even = p.items >= 4 * threads && longest * threads <= 2 * total;
+    /* policy certified has many short stages, which cost more than some unevenness */
+    const bool even = p.items >= (step->certified ? 2 : 4) * threads && longest * threads <= 2 * total;
     p.whole = !step->by_stages && (threads == 1 || even || p.spans == p.items);
     return p;
 }

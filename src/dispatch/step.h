@@ -35,6 +35,7 @@ typedef struct ekv_step {
     bool certified;
     bool lists;              /* some head has alpha > 1 */
     bool by_stages;          /* never run whole items as tasks */
+    int32_t item_rows;       /* most rows of an item */
     float *zeta;       /* [page_size + 1] Phi^-1(quantile^(1/n)), gaussian */
 } ekv_step;
 

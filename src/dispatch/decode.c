@@ -51,6 +51,7 @@ static void place_item(const ekv_step *step, ekv_item *item, ekv_arena *arena) {
         row.q = ekv_take(arena, ekv_padded(step->kv.k_dim), sizeof(float));
         row.selected = ekv_take(arena, step->sparse ? pages : 0, 1);
         row.bound = ekv_take(arena, step->bounds || step->certified ? pages : 0, sizeof(float));
+        row.order = ekv_take(arena, step->p.policy == EKV_POLICY_TOPK ? pages : 0, sizeof(uint32_t));
         const bool sketch = step->certified && step->index && step->index->codes;
         row.table = ekv_take(arena, sketch ? 1 : 0, sizeof *row.table);
         const size_t stretches = sketch ? (size_t)ekv_ceil_div(item->pages, step->index->stretch) : 0;
@@ -127,7 +128,7 @@ typedef struct run {
 
 /* The step's own arrays; with an arena that only measures, nothing is written. */
 static void place_step(ekv_step *step, const plan *p, run *r, ekv_arena *arena) {
-    step->zeta = ekv_take(arena, step->moments ? (size_t)step->kv.page_size + 1 : 0, sizeof(float));
+    step->zeta = ekv_take(arena, step->moments ? 1 : 0, sizeof(float));
     r->items = ekv_take(arena, (size_t)p->items, sizeof *r->items);
     r->first_span = ekv_take(arena, (size_t)p->items + 1, sizeof(int64_t));
     r->first_row = ekv_take(arena, (size_t)p->items + 1, sizeof(int64_t));
@@ -306,8 +307,7 @@ static void whole_item(void *arg, int64_t i) {
 static void fill_zeta(void *arg, int64_t i) {
     ekv_step *step = arg;
     (void)i;
-    for (int32_t n = 0; n <= step->kv.page_size; n++)
-        step->zeta[n] = n == 0 ? 0.0f : (float)ekv_normal_quantile(ekv_pow(step->p.quantile, 1.0 / n));
+    *step->zeta = (float)ekv_normal_quantile(ekv_pow(step->p.quantile, 1.0 / step->kv.page_size));
 }
 
 /* Everything up to the first stage: scratch and descriptions. */

@@ -36,7 +36,7 @@ typedef struct ekv_step {
     bool lists;              /* some head has alpha > 1 */
     bool by_stages;          /* never run whole items as tasks */
     int32_t item_rows;       /* most rows of an item */
-    float *zeta;       /* [page_size + 1] Phi^-1(quantile^(1/n)), gaussian */
+    float *zeta;             /* gaussian: Phi^-1(quantile^(1/page_size)); a page that is not full is the last, which is read anyway */
 } ekv_step;
 
 /* A row's look-up table for sketches: bound <= origin + step * (sum - 1). */
@@ -63,6 +63,7 @@ typedef struct ekv_row {
     float *q;
     uint8_t *selected;     /* [pages] or NULL: all */
     float *bound;          /* [pages] z units, or NULL */
+    uint32_t *order;       /* [pages] topk */
     float *mean, *deviation;
     /* certified */
     float cut;             /* no token with z <= cut is in the support; -infinity for other policies */

@@ -12,7 +12,7 @@
 
 const char *const key_kind_names[KEY_KINDS] = {"random", "planted", "recorded"};
 
-enum { RUN = 16, STRETCH = 800, ROWS = 1024 /* tokens that are filled at once */ };
+enum { RUN = 16, STRETCH = 800, ROWS = 1024 /* most tokens that are filled at once */ };
 
 static const double query_share = 0.9, cluster_noise = 0.02;
 
@@ -121,6 +121,9 @@ static void fill_rows(const workload_shape *s, int32_t sequence, int64_t first, 
 
 static size_t element_bytes(ekv_dtype dtype) { return dtype == EKV_F32 ? 4 : 2; }
 
+/* Tokens that are filled at once. */
+static int64_t rows_of(const workload_shape *s) { return s->context < ROWS ? s->context : ROWS; }
+
 static int64_t pages_of(const workload_shape *s) { return (s->context + s->page_size - 1) / s->page_size * s->batch; }
 
 /* The sketch exists for pages of whole groups of 16 tokens alone. */
@@ -139,7 +142,7 @@ double workload_bytes(const workload_shape *s) {
     index.blocks = pages_of(s);
     index.statistics = statistics_of(s);
     const double rows = (double)pages_of(s) * s->page_size * s->kv_heads;
-    const double chunk = 4.0 * ROWS * s->kv_heads * (s->k_dim + s->v_dim);
+    const double chunk = 4.0 * (double)rows_of(s) * s->kv_heads * (s->k_dim + s->v_dim);
     return s->layers * (rows * (s->k_dim + s->v_dim) * (double)element_bytes(s->dtype) + (double)ekv_index_bytes(&index)) + chunk;
 }
 
@@ -154,7 +157,7 @@ static bool append(ekv_context *context, workload *w, int32_t sequence, int32_t 
            lm_fail(error, "cannot fill the cache: %s", ekv_last_error(context));
 }
 
-/* k and v have room for ROWS tokens, in whatever type. */
+/* k and v have room for rows_of() tokens, in whatever type. */
 static bool fill_sequence(ekv_context *context, workload *w, int32_t sequence, int32_t layer, float *k, float *v,
                           lm_error *error) {
     const workload_shape *s = &w->shape;
@@ -178,7 +181,7 @@ static bool fill_sequence(ekv_context *context, workload *w, int32_t sequence, i
 
 static bool fill(ekv_context *context, workload *w, lm_error *error) {
     const workload_shape *s = &w->shape;
-    const size_t rows = (size_t)ROWS * (size_t)s->kv_heads;
+    const size_t rows = (size_t)rows_of(s) * (size_t)s->kv_heads;
     float *k = malloc(rows * (size_t)s->k_dim * sizeof *k), *v = malloc(rows * (size_t)s->v_dim * sizeof *v);
     bool ok = (k && v) || lm_fail(error, "out of memory");
     for (int32_t b = 0; ok && b < s->batch; b++)

@@ -74,6 +74,8 @@ typedef struct ekv_score_args {
     const int32_t *token;     /* [EKV_TILE] index of each key's token; entries past n are readable */
     int n, dim;               /* 1 <= n <= EKV_TILE */
     float *z;                 /* [rows][EKV_TILE]; entries past n are unspecified */
+    const void *const *ahead; /* [n] addresses that are read soon after this call, or NULL: they are prefetched meanwhile */
+    int ahead_bytes;          /* at each of them */
 } ekv_score_args;
 
 /* accumulate: for each row r, sum[r][d] += (sum over i < n, in order and from zero, of weight[r][i] * values[i][d]).  Weights of zero
@@ -83,6 +85,8 @@ typedef struct ekv_accumulate_args {
     const float *const *weight;  /* [rows][n] */
     int rows, n, dim;
     float *const *sum;           /* [rows][dim] */
+    const void *const *ahead;    /* [n] as in score */
+    int ahead_bytes;
 } ekv_accumulate_args;
 
 /* box: per-dimension minimum, then maximum, of n keys, in the storage type (exact).  If a key has a NaN or an infinity all of the

@@ -30,6 +30,7 @@ EKV_INLINE void score_rows(ekv_dtype dtype, const ekv_score_args *a, int dim, in
     const float *const *q = a->q + first_row;
     for (int i = 0; i < a->n; i += 8) {
         vp fold[8 * VEC_QUERIES];
+        for (int j = i; first_row == 0 && a->ahead && j < a->n && j < i + 8; j++) prefetch(a->ahead[j], a->ahead_bytes);
         EKV_UNROLL
         for (int j = 0; j < 8; j++) dot_fold(dtype, q, rows, a->keys[i + j < a->n ? i + j : a->n - 1], dim, fold + j);
         for (int r = 0; r < rows; r++) vp_sum8(fold + 8 * r, a->z + (size_t)(first_row + r) * EKV_TILE + i);
@@ -46,8 +47,9 @@ EKV_INLINE void add_bias(const ekv_score_args *a, int row) {
 
 EKV_INLINE void score_dim(ekv_dtype dtype, const ekv_score_args *a, int dim) {
     int r = 0;
-    for (; r + VEC_QUERIES <= a->rows; r += VEC_QUERIES) score_rows(dtype, a, dim, r, VEC_QUERIES);
-    for (; VEC_QUERIES > 2 && r + 2 <= a->rows; r += 2) score_rows(dtype, a, dim, r, VEC_QUERIES > 2 ? 2 : 1);
+    if (dim != 128) /* unrolled that far, four queries leave no registers for their sums */
+        for (; r + VEC_QUERIES <= a->rows; r += VEC_QUERIES) score_rows(dtype, a, dim, r, VEC_QUERIES);
+    for (; VEC_QUERIES >= 2 && r + 2 <= a->rows; r += 2) score_rows(dtype, a, dim, r, VEC_QUERIES >= 2 ? 2 : 1);
     for (; r < a->rows; r++) score_rows(dtype, a, dim, r, 1);
 }
 

@@ -15,7 +15,7 @@ static void rotate(const ekv_basis *basis, const float *x, float *y) {
     const float slope = 0.0f;
     const int32_t q_token = 0;
     for (int32_t a = 0; a < basis->axes; a++) rows[a] = basis->rows + (size_t)a * stride;
-    ekv_score_args s = {&x, &slope, &q_token, 1, rows, token, basis->axes, basis->dim, y};
+    ekv_score_args s = {&x, &slope, &q_token, 1, rows, token, basis->axes, basis->dim, y, NULL, 0};
     score(EKV_F32, &s);
 }
 

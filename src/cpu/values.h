@@ -14,6 +14,7 @@ EKV_INLINE void accumulate_block(ekv_dtype dtype, const ekv_accumulate_args *a, 
     for (int k = 0; k < rows * blocks; k++) sum[k] = vf_set1(0.0f);
     for (int i = 0; i < a->n; i++) {
         vf v[VEC_SUMS];
+        if (row == 0 && d == 0 && a->ahead) prefetch(a->ahead[i], a->ahead_bytes);
         for (int b = 0; b < blocks; b++)
             v[b] = n == VEC_LANES ? vf_load_any(dtype, a->values[i], d + b * VEC_LANES)
                                   : vf_load_any_n(dtype, a->values[i], d + b * VEC_LANES, n);

@@ -68,6 +68,15 @@
 
 /* What the instruction sets share, written over the operations above. */
 
+/* Asks for the lines of [p, p + bytes). */
+EKV_INLINE void prefetch(const void *p, int bytes) {
+#if defined(__GNUC__)
+    for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)p + at);
+#else
+    (void)p, (void)bytes;
+#endif
+}
+
 /* 32 elements of a stored row as floats; dtype is a constant wherever this is called. */
 EKV_INLINE vf vf_load_any(ekv_dtype dtype, const void *row, ptrdiff_t at) {
     if (dtype == EKV_F16) return vf_load_f16((const uint16_t *)row + at);

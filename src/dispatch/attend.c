@@ -100,8 +100,8 @@ static bool reads(const ekv_row *row, int32_t token, int64_t page) {
     return token < row->n && (!row->selected || row->selected[page]);
 }
 
-/* Scores a tile for the rows that read it (which need not see all of it: a row sees a prefix). */
-static void scan_tile(const ekv_step *step, const ekv_item *item, scan_row *rows, const tile *t) {
+/* Scores a tile for the rows that read it (which need not see all of it: a row sees a prefix).  `next` is prefetched meanwhile. */
+static void scan_tile(const ekv_step *step, const ekv_item *item, scan_row *rows, const tile *t, const tile *next) {
     float z[EKV_ITEM_ROWS * EKV_TILE];
     const float *q[EKV_ITEM_ROWS];
     float slope[EKV_ITEM_ROWS];
@@ -116,7 +116,11 @@ static void scan_tile(const ekv_step *step, const ekv_item *item, scan_row *rows
         q_token[n] = row->q_token;
         active[n++] = &rows[r];
     }
-    ekv_score_args score = {q, slope, q_token, n, t->keys, t->token, t->n, step->kv.k_dim, z};
+    const size_t element = ekv_element_bytes(step->kv.dtype);
+    const void *const *next_keys = next->n >= t->n ? next->keys : NULL;
+    const bool softmax = t->values[0] != NULL;
+    ekv_score_args score = {q, slope, q_token, n, t->keys, t->token, t->n, step->kv.k_dim, z, softmax ? t->values : next_keys,
+                            (int)element * (softmax ? step->kv.v_dim : step->kv.k_dim)};
     step->kernels->score[step->kv.dtype](&score);
     const float *weight[EKV_ITEM_ROWS];
     float *sum[EKV_ITEM_ROWS];
@@ -133,12 +137,13 @@ static void scan_tile(const ekv_step *step, const ekv_item *item, scan_row *rows
         }
     }
     if (adding == 0) return;
-    ekv_accumulate_args add = {t->values, weight, adding, t->n, step->kv.v_dim, sum};
+    ekv_accumulate_args add = {t->values, weight, adding, t->n, step->kv.v_dim, sum, next_keys, (int)element * step->kv.k_dim};
     step->kernels->accumulate[step->kv.dtype](&add);
 }
 
 /* Whether the same rows read both pages. */
 static bool same_readers(const ekv_item *item, int64_t a, int64_t b) {
+    if (item->needed) return true;
     for (int32_t r = 0; r < item->rows; r++) {
         const ekv_row *row = &item->row[r];
         if (row->selected && a < row->pages && b < row->pages && row->selected[a] != row->selected[b]) return false;
@@ -147,50 +152,57 @@ static bool same_readers(const ekv_item *item, int64_t a, int64_t b) {
 }
 
 static bool anyone_reads(const ekv_item *item, int32_t token, int64_t page) {
-    if (item->row[0].selected == item->needed) return item->needed[page]; /* certified: one mask for all rows */
+    if (item->needed) return item->needed[page]; /* certified: one mask for all rows */
     for (int32_t r = 0; r < item->rows; r++)
         if (reads(&item->row[r], token, page)) return true;
     return false;
 }
 
-static void tile_flush(const ekv_step *step, const ekv_item *item, scan_row *rows, tile *t) {
-    if (t->n > 0) scan_tile(step, item, rows, t);
-    t->n = 0;
+/* Two tiles: one is filled while the other waits, so that its successor is known when it is scored. */
+typedef struct tiles {
+    tile tile[2];
+    int filling;
+    bool values; /* some row is softmax */
+} tiles;
+
+/* Scores the tile that waits, and lets the one that was filled wait. */
+static void tiles_turn(const ekv_step *step, const ekv_item *item, scan_row *rows, tiles *t) {
+    tile *waiting = &t->tile[1 - t->filling];
+    if (waiting->n > 0) scan_tile(step, item, rows, waiting, &t->tile[t->filling]);
+    waiting->n = 0;
+    t->filling = 1 - t->filling;
 }
 
-/* Adds tokens [begin, end) of a page; values are asked for by softmax alone. */
-static void tile_add(const ekv_step *step, const ekv_item *item, scan_row *rows, tile *t, int64_t page, int32_t begin, int32_t end,
-                     bool values) {
+/* Adds tokens [begin, end) of a page. */
+static void tiles_add(const ekv_step *step, const ekv_item *item, scan_row *rows, tiles *t, int64_t page, int32_t begin, int32_t end) {
     const ekv_kv *kv = &step->kv;
     const int64_t block = ekv_block(item, page), k_step = kv->k_token_stride * (int64_t)ekv_element_bytes(kv->dtype),
                   v_step = kv->v_token_stride * (int64_t)ekv_element_bytes(kv->dtype);
     const char *key = ekv_key(kv, block, begin % kv->page_size, item->head);
     const char *value = ekv_value(kv, block, begin % kv->page_size, item->head);
     while (begin < end) {
-        const int n = end - begin < EKV_TILE - t->n ? end - begin : EKV_TILE - t->n;
+        tile *to = &t->tile[t->filling];
+        const int n = end - begin < EKV_TILE - to->n ? end - begin : EKV_TILE - to->n;
         for (int i = 0; i < n; i++) {
-            t->token[t->n + i] = begin + i;
-            t->keys[t->n + i] = key + i * k_step;
+            to->token[to->n + i] = begin + i;
+            to->keys[to->n + i] = key + i * k_step;
         }
-        for (int i = 0; i < n && values; i++) t->values[t->n + i] = value + i * v_step;
+        for (int i = 0; i < n && t->values; i++) to->values[to->n + i] = value + i * v_step;
         key += n * k_step;
         value += n * v_step;
         begin += n;
-        t->n += n;
-        if (t->n == EKV_TILE) tile_flush(step, item, rows, t);
+        to->n += n;
+        if (to->n == EKV_TILE) tiles_turn(step, item, rows, t);
     }
 }
 
 void ekv_scan(const ekv_step *step, ekv_item *item, int32_t span) {
     scan_row rows[EKV_ITEM_ROWS];
-    tile t;
-    bool softmax = false;
+    tiles t = {.filling = 0};
     for (int32_t r = 0; r < item->rows; r++) {
         scan_begin(step, item, &item->row[r], span, &rows[r]);
-        softmax |= item->row[r].softmax;
+        t.values |= item->row[r].softmax;
     }
-    memset(t.token, 0, sizeof t.token);
-    t.n = 0;
     const bool selective = item->rows > 0 && item->row[0].selected;
     const int32_t page_size = step->kv.page_size, begin = span * EKV_SPAN;
     const int32_t end = (int32_t)ekv_min64(item->n, (int64_t)begin + EKV_SPAN);
@@ -199,23 +211,29 @@ void ekv_scan(const ekv_step *step, ekv_item *item, int32_t span) {
         const int64_t page = token / page_size;
         const int32_t page_end = (int32_t)ekv_min64(end, (page + 1) * page_size);
         if (!selective || anyone_reads(item, token, page)) {
-            if (selective && before >= 0 && !same_readers(item, before, page)) tile_flush(step, item, rows, &t);
-            tile_add(step, item, rows, &t, page, token, page_end, softmax);
+            if (selective && before >= 0 && t.tile[t.filling].n > 0 && !same_readers(item, before, page)) tiles_turn(step, item, rows, &t);
+            tiles_add(step, item, rows, &t, page, token, page_end);
             before = page;
         }
         token = page_end;
     }
-    tile_flush(step, item, rows, &t);
+    tiles_turn(step, item, rows, &t);
+    tiles_turn(step, item, rows, &t);
 }
 
 /* ---- finish ---- */
 
+static int64_t count_ones(uint64_t x) { /* by halves, quarters and so on: the baseline has no instruction for it */
+    x -= x >> 1 & UINT64_C(0x5555555555555555);
+    x = (x & UINT64_C(0x3333333333333333)) + (x >> 2 & UINT64_C(0x3333333333333333));
+    return (int64_t)(((x + (x >> 4)) & UINT64_C(0x0f0f0f0f0f0f0f0f)) * UINT64_C(0x0101010101010101) >> 56);
+}
+
 /* Bits that are set among the first n. */
 static int64_t count_bits(const uint64_t *bits, int64_t n) {
-    int64_t count = 0;
-    for (int64_t w = 0; w * 64 < n; w++)
-        for (uint64_t b = n - w * 64 < 64 ? bits[w] & ((UINT64_C(1) << (n - w * 64)) - 1) : bits[w]; b; b &= b - 1) count++;
-    return count;
+    int64_t count = 0, w = 0;
+    for (; (w + 1) * 64 <= n; w++) count += count_ones(bits[w]);
+    return n % 64 ? count + count_ones(bits[w] & ((UINT64_C(1) << n % 64) - 1)) : count;
 }
 
 /* Moves the spans' lists together, leaving out what the best lower bound of all spans rules out. */
@@ -310,7 +328,7 @@ void ekv_values(const ekv_step *step, ekv_item *item, int32_t span) {
                 ekv_prefetch(values[n], (size_t)step->kv.v_dim * ekv_element_bytes(step->kv.dtype));
             }
             const float *weight = row->weight + i;
-            ekv_accumulate_args add = {values, &weight, 1, n, step->kv.v_dim, &sum};
+            ekv_accumulate_args add = {values, &weight, 1, n, step->kv.v_dim, &sum, NULL, 0};
             step->kernels->accumulate[step->kv.dtype](&add);
             i += n;
         }

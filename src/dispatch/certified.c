@@ -24,7 +24,7 @@
 #define NEWEST_PAGES 4     /* read before anything else, with the first page */
 #define SAMPLE 64          /* tokens that decisions are made from */
 #define LEAST_TOKENS 1024  /* fewer remaining tokens are read without further ado */
-#define PAYS 1.25          /* bytes that a level must save for each byte that it costs */
+#define PAYS 1.5           /* bytes that a level must save for each byte that it costs */
 #define FIRST_SHARE 128    /* the first round reads one token in so many for each row */
 #define NEXT_SHARE 4       /* the next ones one in so many of those that are not ruled out yet */
 #define RUN_GROUPS 64      /* sketch groups in one look-up */
@@ -48,20 +48,22 @@ static int lowest_bit(uint64_t mask) {
 
 /* ---- scores ---- */
 
-/* Tokens of one span that are about to be scored, ascending. */
+/* Tokens of one span that are about to be scored, ascending: some wait while their successors are gathered, so that those can be
+ * prefetched when the first are scored. */
 typedef struct reader {
-    int n;
+    int n[2], filling;
+    int32_t token[2][EKV_TILE];
+    const void *keys[2][EKV_TILE];
     int32_t span, page_begin, page_end; /* tokens of the page that the last token lies in */
     const char *page;                   /* its first key */
-    int32_t token[EKV_TILE];
-    const void *keys[EKV_TILE];
     const float *q[EKV_ITEM_ROWS];
     float slope[EKV_ITEM_ROWS];
     int32_t q_token[EKV_ITEM_ROWS];
 } reader;
 
 static void reader_begin(const ekv_item *item, reader *rd) {
-    rd->n = rd->page_begin = rd->page_end = rd->span = 0;
+    rd->n[0] = rd->n[1] = rd->filling = 0;
+    rd->page_begin = rd->page_end = rd->span = 0;
     memset(rd->token, 0, sizeof rd->token);
     for (int32_t r = 0; r < item->rows; r++) {
         rd->q[r] = item->row[r].q;
@@ -70,25 +72,35 @@ static void reader_begin(const ekv_item *item, reader *rd) {
     }
 }
 
-/* Scores them for all rows of the item; what exceeds a row's cut (NaN does) joins its list. */
-static void reader_flush(const ekv_step *step, ekv_item *item, reader *rd) {
+/* Scores those that wait for all rows of the item; what exceeds a row's cut (NaN does) joins its list. */
+static void reader_turn(const ekv_step *step, ekv_item *item, reader *rd) {
     float z[EKV_ITEM_ROWS * EKV_TILE];
-    if (rd->n == 0) return;
-    ekv_score_args score = {rd->q, rd->slope, rd->q_token, item->rows, rd->keys, rd->token, rd->n, step->kv.k_dim, z};
+    const int waiting = 1 - rd->filling, n = rd->n[waiting];
+    const int32_t *token = rd->token[waiting];
+    rd->filling = waiting;
+    if (n == 0) return;
+    ekv_score_args score = {rd->q, rd->slope, rd->q_token, item->rows, rd->keys[waiting], token, n, step->kv.k_dim, z,
+                            rd->n[1 - waiting] >= n ? rd->keys[1 - waiting] : NULL,
+                            step->kv.k_dim * (int)ekv_element_bytes(step->kv.dtype)};
     step->kernels->score[step->kv.dtype](&score);
     const size_t at = (size_t)rd->span * EKV_SPAN;
     for (int32_t r = 0; r < item->rows; r++) {
         ekv_row *row = &item->row[r];
         ekv_part *part = parts_of(item, row) + rd->span;
-        int seen = rd->n;
-        while (seen > 0 && rd->token[seen - 1] >= row->n) seen--;
-        ekv_keep_args keep = {z + r * EKV_TILE, rd->token, seen, row->cut, row->list_z + at, row->list_token + at, part->count};
+        int seen = n;
+        while (seen > 0 && token[seen - 1] >= row->n) seen--;
+        ekv_keep_args keep = {z + r * EKV_TILE, token, seen, row->cut, row->list_z + at, row->list_token + at, part->count};
         step->kernels->keep(&keep);
         for (int32_t i = part->count; i < keep.count; i++)
             part->z_max = row->list_z[at + (size_t)i] > part->z_max ? row->list_z[at + (size_t)i] : part->z_max;
         part->count = keep.count;
     }
-    rd->n = 0;
+    rd->n[waiting] = 0;
+}
+
+static void reader_flush(const ekv_step *step, ekv_item *item, reader *rd) {
+    reader_turn(step, item, rd);
+    reader_turn(step, item, rd);
 }
 
 static void reader_add(const ekv_step *step, ekv_item *item, reader *rd, int32_t token) {
@@ -100,10 +112,11 @@ static void reader_add(const ekv_step *step, ekv_item *item, reader *rd, int32_t
         rd->page = ekv_key(kv, ekv_block(item, page), 0, item->head);
     }
     const void *key = ekv_at(rd->page, (token - rd->page_begin) * kv->k_token_stride, kv->dtype);
-    ekv_prefetch(key, (size_t)kv->k_dim * ekv_element_bytes(kv->dtype));
-    rd->token[rd->n] = token;
-    rd->keys[rd->n++] = key;
-    if (rd->n == EKV_TILE) reader_flush(step, item, rd);
+    const int to = rd->filling, n = rd->n[to]++;
+    if (rd->n[1 - to] == 0) ekv_prefetch(key, (size_t)kv->k_dim * ekv_element_bytes(kv->dtype)); /* nothing to do meanwhile */
+    rd->token[to][n] = token;
+    rd->keys[to][n] = key;
+    if (n + 1 == EKV_TILE) reader_turn(step, item, rd);
 }
 
 /* The tokens of a mask, bit 0 being `first`, that were not read yet. */
@@ -243,7 +256,7 @@ static void take_sample(const ekv_step *step, ekv_item *item, int64_t pages, sam
     const void *keys[EKV_TILE];
     for (int i = 0; i < s->n; i++)
         keys[i] = ekv_key(&step->kv, ekv_block(item, s->token[i] / step->kv.page_size), s->token[i] % step->kv.page_size, item->head);
-    ekv_score_args score = {rd.q, rd.slope, rd.q_token, item->rows, keys, s->token, s->n, step->kv.k_dim, s->z};
+    ekv_score_args score = {rd.q, rd.slope, rd.q_token, item->rows, keys, s->token, s->n, step->kv.k_dim, s->z, NULL, 0};
     if (s->n) step->kernels->score[step->kv.dtype](&score); /* once more, since the lists leave out what is low */
     s->weight = s->n ? (double)(pages * step->kv.page_size) / s->n : 1.0;
 }
@@ -532,12 +545,21 @@ static void choose_levels(const ekv_step *step, ekv_item *item) {
     if (!item->use_sketch) item->bytes_sketch += item->bytes_sampled; /* otherwise the stage reads them once more, from cache */
 }
 
+static void set_bits(uint64_t *bits, int64_t begin, int64_t end) {
+    for (; begin < end && begin % 64; begin++) bits[begin / 64] |= UINT64_C(1) << begin % 64;
+    for (; begin + 64 <= end; begin += 64) bits[begin / 64] = ~UINT64_C(0);
+    for (; begin < end; begin++) bits[begin / 64] |= UINT64_C(1) << begin % 64;
+}
+
 /* What is left is scanned: all rows read all pages that some row needs. */
 static void leave_to_scan(const ekv_step *step, ekv_item *item) {
     for (int32_t r = 0; r < item->rows; r++) item->row[r].selected = item->needed;
     for (int32_t p = 0; p < item->pages; p++) {
-        const int32_t first = p * step->kv.page_size, n = item->needed[p] ? ekv_page_tokens(step, item->n, p) : 0;
-        for (int32_t t = first; t < first + n; t++) item->read[t / 64] |= UINT64_C(1) << t % 64;
+        if (!item->needed[p]) continue;
+        int32_t run = 1;
+        while (p + run < item->pages && item->needed[p + run]) run++;
+        set_bits(item->read, (int64_t)p * step->kv.page_size, ekv_min64(item->n, (int64_t)(p + run) * step->kv.page_size));
+        p += run;
     }
 }
 

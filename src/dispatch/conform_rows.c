@@ -179,7 +179,7 @@ static void check_score(ekv_check *c) {
         const int r = ekv_below(c, a.rows), i = ekv_below(c, a.n);
         const float together = a.z[(size_t)r * EKV_TILE + i];
         int32_t token[EKV_TILE] = {a.token[i]};
-        ekv_score_args one = {a.q + r, a.slope + r, a.q_token + r, 1, a.keys + i, token, 1, a.dim, alone};
+        ekv_score_args one = {a.q + r, a.slope + r, a.q_token + r, 1, a.keys + i, token, 1, a.dim, alone, NULL, 0};
         c->table->score[dtype](&one);
         ekv_expect(c, "z of one row and one key alone", (int64_t)r * EKV_TILE + i, (double)alone[0], (double)together, 0.0);
     }
@@ -228,7 +228,7 @@ static void check_accumulate(ekv_check *c) {
     for (int r = 0; r < rows; r++)
         for (int d = 0; d < dim; d++) before[r * EKV_MAX_DIM + d] = (double)(sums[r][d] = (float)ekv_normal(c));
     ekv_seal(c);
-    ekv_accumulate_args a = {values, weights, rows, n, dim, sums};
+    ekv_accumulate_args a = {values, weights, rows, n, dim, sums, values, dim * (int)ekv_element_bytes(dtype)};
     c->table->accumulate[dtype](&a);
     for (int r = 0; r < rows; r++)
         for (int d = 0; d < dim; d++) {

@@ -44,6 +44,16 @@ inline cudaError_t start(void (*kernel)(const ekv_cuda_step), const ekv_cuda_ste
     return cudaLaunchKernelEx(&config, kernel, s);
 }
 
+/* Launches a kernel that waits for all before it. */
+template <typename... P, typename... A>
+cudaError_t start_plain(void (*kernel)(P...), long long blocks, unsigned threads, void *stream, const A &...args) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)blocks);
+    config.blockDim = dim3(threads);
+    config.stream = (cudaStream_t)stream;
+    return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
 /* ---- items and rows ---- */
 
 struct item_info {
@@ -152,9 +162,13 @@ __device__ __forceinline__ void store_any(void *base, long long i, int dtype, fl
 
 /* 16 bytes that are read once: past the first-level cache. */
 __device__ __forceinline__ uint4 load_stream(const void *p) {
+#ifdef __CUDA_ARCH__
     uint4 v;
     asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
+#else
+    return *(const uint4 *)p;
+#endif
 }
 
 __device__ __forceinline__ void unpack(uint32_t w, __half, float &a, float &b) {

@@ -471,6 +471,31 @@ ekv_status ekv_cuda_query(ekv_context *context, const ekv_step *step, ekv_cuda_q
     return run(context, step, &s, &u);
 }
 
+/* ---- memory ---- */
+
+ekv_status ekv_cuda_allocate(ekv_context *context, size_t bytes, void **memory) {
+    int previous;
+    const int device = state_of(context)->device;
+    ekv_status status = enter_device(context, device, &previous);
+    if (status != EKV_OK) return status;
+    const cudaError_t error = cudaMalloc(memory, bytes ? bytes : 1);
+    if (error != cudaSuccess) status = fail_cuda(context, error, "cudaMalloc");
+    leave_device(device, previous);
+    return status;
+}
+
+ekv_status ekv_cuda_copy(ekv_context *context, void *to, const void *from, size_t bytes) {
+    ekv_cuda *c = state_of(context);
+    int previous;
+    ekv_status status = enter_device(context, c->device, &previous);
+    if (status != EKV_OK) return status;
+    cudaError_t error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, c->stream);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(c->stream);
+    if (error != cudaSuccess) status = fail_cuda(context, error, "cudaMemcpy");
+    leave_device(c->device, previous);
+    return status;
+}
+
 /* ---- the index ---- */
 
 static ekv_status create_memory(ekv_context *context, void **memory, size_t bytes, bool owned, size_t counts_at,
@@ -495,7 +520,7 @@ ekv_status ekv_cuda_index_create(ekv_context *context, void **memory, size_t byt
     return status;
 }
 
-void ekv_cuda_index_release(int device, void *memory) {
+void ekv_cuda_release(int device, void *memory) {
     int previous;
     if (!memory || enter_device(NULL, device, &previous) != EKV_OK) return;
     if (cudaFree(memory) != cudaSuccess) (void)cudaGetLastError();

@@ -121,16 +121,12 @@ unsigned blocks_of(const ekv_cuda_build &b) {
 } // namespace
 
 extern "C" int ekv_cuda_launch_build(const ekv_cuda_build *b, void *stream) {
-    if (b->dtype == EKV_F32)
-        build_pages<float><<<blocks_of(*b), BUILD_THREADS, 0, (cudaStream_t)stream>>>(*b);
-    else if (b->dtype == EKV_F16)
-        build_pages<__half><<<blocks_of(*b), BUILD_THREADS, 0, (cudaStream_t)stream>>>(*b);
-    else
-        build_pages<__nv_bfloat16><<<blocks_of(*b), BUILD_THREADS, 0, (cudaStream_t)stream>>>(*b);
-    return (int)cudaGetLastError();
+    void (*const kernel)(const ekv_cuda_build) = b->dtype == EKV_F32   ? build_pages<float>
+                                                 : b->dtype == EKV_F16 ? build_pages<__half>
+                                                                       : build_pages<__nv_bfloat16>;
+    return (int)start_plain(kernel, blocks_of(*b), BUILD_THREADS, stream, *b);
 }
 
 extern "C" int ekv_cuda_launch_forget(const ekv_cuda_build *b, void *stream) {
-    forget_pages<<<blocks_of(*b), BUILD_THREADS, 0, (cudaStream_t)stream>>>(*b);
-    return (int)cudaGetLastError();
+    return (int)start_plain(forget_pages, blocks_of(*b), BUILD_THREADS, stream, *b);
 }

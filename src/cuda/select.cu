@@ -537,8 +537,7 @@ extern "C" int ekv_cuda_launch_heads(ekv_cuda_head *to, const ekv_cuda_head *fro
         head_block block;
         const int32_t count = n - first < EKV_CUDA_HEADS_PER_LAUNCH ? n - first : EKV_CUDA_HEADS_PER_LAUNCH;
         for (int32_t i = 0; i < EKV_CUDA_HEADS_PER_LAUNCH; i++) block.head[i] = from[first + (i < count ? i : 0)];
-        copy_heads<<<1, EKV_CUDA_HEADS_PER_LAUNCH, 0, (cudaStream_t)stream>>>(to + first, block, count);
-        const cudaError_t error = cudaGetLastError();
+        const cudaError_t error = start_plain(copy_heads, 1, EKV_CUDA_HEADS_PER_LAUNCH, stream, to + first, block, count);
         if (error != cudaSuccess) return (int)error;
     }
     return 0;

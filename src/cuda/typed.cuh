@@ -108,7 +108,11 @@ struct warp_list {
     int count, spilled; /* entries in shared memory; entries in the segment */
 };
 
-__device__ __forceinline__ float threshold_of(float floor) { return __double2float_rd((double)floor - LIST_MARGIN); }
+/* What a candidate must exceed; always below the floor, however coarse floats are there: z_max is one. */
+__device__ __forceinline__ float threshold_of(float floor) {
+    const float below = __double2float_rd((double)floor - LIST_MARGIN);
+    return below < floor ? below : nextafterf(floor, -CUDART_INF_F);
+}
 
 /* Raises the lower bound by Newton steps on the norm (sum t^m)^(1/m) = 1, m a whole number >= beta, from the left: the iterates
  * never pass the root, which lies below tau (src/cpu/entmax.h, tau_lower). */
@@ -466,8 +470,8 @@ __device__ __forceinline__ void summarize(const ekv_cuda_step &s, const row_info
     if (lane == 0) s.group_of_pages[slot * s.groups + p0 / EKV_CUDA_GROUP] = sums;
 }
 
-/* BOUNDS: an upper bound of the scores in each page, else their mean and deviation; z units, to page_a and page_b; NaN for an
- * unknown page (a bound that is NaN for another reason is +infinity).  A block takes chunk_pages pages of an item. */
+/* BOUNDS: an upper bound of the scores in each page, NaN where there is none (an unknown page, a key that is not finite); else their
+ * mean and deviation, NaN for an unknown page.  z units, to page_a and page_b.  A block takes chunk_pages pages of an item. */
 template <typename T, int LPK, int CH, int R, bool VEC, bool BOUNDS>
 __global__ void __launch_bounds__(THREADS, (R >= 4 || CH > 1 ? 2 : 3)) page_scores(const ekv_cuda_step s) {
     constexpr int U = R >= 8 || sizeof(T) == 4 ? 2 : 4, DIM = LPK * CH * 8, TILE = 32 / LPK * U;
@@ -550,7 +554,7 @@ __global__ void __launch_bounds__(THREADS, (R >= 4 || CH > 1 ? 2 : 3)) page_scor
                                            ? 0.0f
                                            : __fmul_rn(row.slope, (float)((row.slope > 0.0f ? last : first) - row.q_token));
                     const float bound = __fadd_rn(x, bias) + bound_slack(CH * 8 + 5, y, bias);
-                    s.page_a[at] = !known ? CUDART_NAN_F : bound <= CUDART_INF_F ? bound : CUDART_INF_F;
+                    s.page_a[at] = known && bound < CUDART_INF_F ? bound : CUDART_NAN_F;
                 } else {
                     const float bias =
                         row.slope == 0.0f

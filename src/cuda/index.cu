@@ -60,7 +60,7 @@ template <typename T> __device__ void build_norm(const T *rows, long long stride
             sum += x * x;
         }
         sum = warp_sum(sum);
-        if (!(sum <= largest)) largest = sum; /* a NaN is taken, and stays: nothing is <= it */
+        if (largest == largest && !(sum <= largest)) largest = sum; /* a NaN is taken, and stays */
     }
     const double norm = sqrt(largest) * (1.0 + 0x1p-22) + 0x1p-140;
     if ((threadIdx.x & 31) == 0) *out = norm <= 3.4028234663852886e38 ? (float)norm : CUDART_INF_F;

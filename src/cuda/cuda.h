@@ -35,8 +35,11 @@ ekv_status ekv_cuda_query(ekv_context *context, const ekv_step *step, ekv_cuda_q
 /* Device memory of an index (waits for the device): allocate unless it is the caller's, forget all pages; release. */
 ekv_status ekv_cuda_index_create(ekv_context *context, void **memory, size_t bytes, bool owned, size_t counts_at,
                                  size_t counts_bytes);
-void ekv_cuda_index_release(int device, void *memory);
 int ekv_cuda_device(const ekv_context *context);
+/* Device memory, and copies between any two memories; both wait for the device. */
+ekv_status ekv_cuda_allocate(ekv_context *context, size_t bytes, void **memory);
+void ekv_cuda_release(int device, void *memory); /* NULL is allowed */
+ekv_status ekv_cuda_copy(ekv_context *context, void *to, const void *from, size_t bytes);
 /* Statistics of the pages that hold the last count tokens of each sequence.  counts_start [batch + 1] as q_start, or NULL:
  * max_count each.  lengths NULL: one sequence, tokens [first, first + max_count) of `length`. */
 typedef struct ekv_cuda_pages {
@@ -83,10 +86,18 @@ static inline ekv_status ekv_cuda_index_create(ekv_context *context, void **memo
     (void)memory, (void)bytes, (void)owned, (void)counts_at, (void)counts_bytes;
     return EKV_NO_CUDA(context);
 }
-static inline void ekv_cuda_index_release(int device, void *memory) { (void)device, (void)memory; }
 static inline int ekv_cuda_device(const ekv_context *context) {
     (void)context;
     return -1;
+}
+static inline ekv_status ekv_cuda_allocate(ekv_context *context, size_t bytes, void **memory) {
+    (void)bytes, (void)memory;
+    return EKV_NO_CUDA(context);
+}
+static inline void ekv_cuda_release(int device, void *memory) { (void)device, (void)memory; }
+static inline ekv_status ekv_cuda_copy(ekv_context *context, void *to, const void *from, size_t bytes) {
+    (void)to, (void)from, (void)bytes;
+    return EKV_NO_CUDA(context);
 }
 typedef struct ekv_cuda_pages {
     const ekv_kv *kv;

@@ -169,7 +169,7 @@ bool ekv_rooms_to_device(ekv_check *c) {
     const size_t guard = ekv_memory_page();
     for (int i = 0; i < c->rooms; i++) {
         ekv_room *room = &c->room[i];
-        void *memory;
+        void *memory = NULL;
         size_t bytes;
         if (!room->used) continue;
         if (!room->device) {

@@ -221,38 +221,39 @@ static void table_entries(const ekv_basis *basis, int code, const double *rotate
             continue;
         }
         for (int j = 0; j < 4; j++)
-            if (basis->axis[code][j] >= 0) entry[v] += rotated[basis->axis[code][j]] * (double)basis->centroid[code][v][j];
+            if (basis->axis[code][j] >= 0) entry[v] += rotated[basis->axis[code][j]] * (double)ekv_centroid(basis, code, j, v);
     }
 }
 
 /*
- * The row's table.  With x = k - center (rounded once, u |x|), y the stored coordinates, c the sum of centroids, w = x - R^T y:
- *      q . k = q . center + (R q) . c + (R q) . (y - c) + q . w
- * for any y and R; |(R q) . (y - c)| is at most the sum over blocks of |(R q)_b| |(y - c)_b|, and
- *      q . w = (q - R^T R q) . w + (R q) . (R w),      |R w| <= (rounding of y + defect) |x|.
- * The rounding of y, of R q, of the residuals and of w in f32 (at most axes + 2 additions for each element of w, whose terms sum to
- * less than 10 |x| in norm; K + 2 additions and a factor of sqrt(axes) <= 8 for the rotations; 8 subtractions for a residual) adds up to
- * less than (10 (axes + 2) + 32 (K + 2) + 16) u + 2 defect times |q| |x|.  The f32 score adds (K + 8) u |q| |k|, |k| <= |x| + |center|.
+ * The row's table.  With x = k - center, y any coordinates, c the sum of centroids, w = x - Q^T y:
+ *      q . k = q . center + (Q q) . c + (Q q) . (y - c) + q . w
+ * |(Q q) . (y - c)| is at most the sum over blocks of |(Q q)_b| |(y - c)_b|.  y = P x, which is what keeps w outside of the axes, so
+ * that only the part of q that the axes do not see counts in q . w: its square is at most |q|^2 - |Q q|^2 + skew |q|^2.  What the
+ * rounding while encoding adds to all this is derived in basis.c: |q| (error_share largest + error).
+ * The f32 score adds (K + 8) u |q| |k|, |k| <= |x| + |center|; if that could overflow, nothing is ruled out.
  * Entries are rounded up to whole steps, so that the integer sum is never below the real one.
  */
 static void build_table(const ekv_step *step, ekv_item *item, ekv_row *row) {
     const ekv_index *index = step->index;
     const ekv_basis *basis = &index->bases[item->head];
     const int32_t dim = step->kv.k_dim, codes = basis->codes + EKV_SKETCH_NORMS;
-    const size_t padded = ekv_padded(dim);
     double rotated[EKV_SKETCH_AXES], block_norm[EKV_SKETCH_NORMS], seen = 0.0;
     for (int32_t a = 0; a < basis->axes; a++) {
+        float axis[EKV_MAX_DIM];
+        ekv_load_row_args load = {ekv_at(basis->rows, (int64_t)a * dim, EKV_F16), dim, 1.0f, axis};
+        step->kernels->load_row[EKV_F16](&load);
         rotated[a] = 0.0;
-        for (int32_t d = 0; d < dim; d++) rotated[a] += (double)basis->rows[(size_t)a * padded + (size_t)d] * (double)row->q[d];
+        for (int32_t d = 0; d < dim; d++) rotated[a] += (double)axis[d] * (double)row->q[d];
         seen += rotated[a] * rotated[a];
     }
-    const double norm = norm_of_query(step, row), defect = (double)basis->defect, u = 0x1p-24;
+    const double norm = norm_of_query(step, row);
     for (int b = 0; b < EKV_SKETCH_NORMS - 1; b++) {
         double squares = 0.0;
         for (int32_t a = b ? basis->block_end[b - 1] : 0; a < basis->block_end[b]; a++) squares += rotated[a] * rotated[a];
         block_norm[b] = sqrt(squares) * (1.0 + 1e-6) + 1e-30;
     }
-    const double rest = norm * norm - seen + (2.0 * defect + 1e-12) * norm * norm;
+    const double rest = norm * norm - seen + ((double)basis->skew + 1e-12) * norm * norm;
     block_norm[EKV_SKETCH_NORMS - 1] = sqrt(rest > 0.0 ? rest : 0.0) * (1.0 + 1e-6) + 1e-30;
 
     double entry[EKV_SKETCH_CODES + EKV_SKETCH_NORMS][16], least[EKV_SKETCH_CODES + EKV_SKETCH_NORMS], range = 0.0;
@@ -277,8 +278,7 @@ static void build_table(const ekv_step *step, ekv_item *item, ekv_row *row) {
             row->table->low[c * 16 + v] = (uint8_t)(whole & 255u);
             row->table->high[c * 16 + v] = (uint8_t)(whole >> 8);
         }
-    const double k = (double)(padded / 32 + 5), largest = (double)basis->largest;
-    const double kappa = (10.0 * (basis->axes + 2) + 32.0 * (k + 2.0) + 16.0 + 2.0 * (k + 16.0)) * u + 2.0 * defect;
+    const double largest = (double)basis->largest, encoding = (double)basis->error_share * largest + (double)basis->error;
     for (int64_t s = 0; s * index->stretch < item->pages; s++) {
         const float *center = ekv_index_center(index, item->head, s);
         double dot = 0.0, squares = 0.0;
@@ -286,7 +286,9 @@ static void build_table(const ekv_step *step, ekv_item *item, ekv_row *row) {
             dot += (double)row->q[d] * (double)center[d];
             squares += (double)center[d] * (double)center[d];
         }
-        row->center[s] = dot + norm * (kappa * largest + 2.0 * (k + 16.0) * u * sqrt(squares)) + 1e-30;
+        const double length = largest + sqrt(squares);
+        row->center[s] = dot + norm * (encoding + 2.0 * rounding(step) * length) + 1e-30;
+        if (!(norm * length < 3e38)) row->center[s] = (double)INFINITY;
     }
 }
 
@@ -329,9 +331,8 @@ static void look_up(const ekv_step *step, const ekv_item *item, int64_t page, in
 
 /* Bytes that every use of the sketch reads once: basis and centers. */
 static int64_t basis_bytes(const ekv_step *step, const ekv_item *item) {
-    const ekv_basis *basis = &step->index->bases[item->head];
     const int64_t stretches = ekv_ceil_div(item->pages, step->index->stretch);
-    return ((int64_t)basis->axes + stretches) * step->kv.k_dim * 4 + (int64_t)basis->codes * 16 * 16 + EKV_SKETCH_NORMS * 16 * 4;
+    return ekv_basis_bytes(&step->index->bases[item->head]) + stretches * step->kv.k_dim * 4;
 }
 
 /* The share of sampled tokens that the sketch cannot rule out at the estimates of tau. */

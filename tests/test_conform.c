@@ -146,7 +146,8 @@ TYPED_MISTAKE(store_row_last, store_row, flip_last_bit(dtype, a->row, a->dim - 1
 TYPED_MISTAKE(score_lane, score,
               a->z[(size_t)(a->rows - 1) * EKV_TILE + a->n - 1] = perturb(a->z[(size_t)(a->rows - 1) * EKV_TILE + a->n - 1],
                                                                           0x1p-17f))
-TYPED_MISTAKE(accumulate_last, accumulate, a->sum[a->dim - 1] = perturb(a->sum[a->dim - 1], 0x1p-17f))
+TYPED_MISTAKE(accumulate_last, accumulate,
+              a->sum[a->rows - 1][a->dim - 1] = perturb(a->sum[a->rows - 1][a->dim - 1], 0x1p-17f))
 TYPED_MISTAKE(box_last, box, flip_last_bit(dtype, a->box, a->dim - 1))
 TYPED_MISTAKE(moments_deviation, moments, flip_last_bit(ekv_moments_dtype(dtype), a->moments, 2 * a->dim - 1);
               flip_last_bit(ekv_moments_dtype(dtype), (char *)a->moments + 1, 2 * a->dim - 1))
@@ -185,7 +186,7 @@ TYPED_REPLACEMENT(score_drops_tail, score, score_without_tail(dtype, a))
 /* Whole vectors are stored where a part of one is meant. */
 static void accumulate_too_far(ekv_dtype dtype, ekv_accumulate_args *a) {
     good.accumulate[dtype](a);
-    volatile float *sum = a->sum;
+    volatile float *sum = a->sum[a->rows - 1];
     for (int d = a->dim; d < (a->dim + 31) / 32 * 32; d++)
         sum[d] = 0.0f;
 }
@@ -201,12 +202,13 @@ TYPED_REPLACEMENT(score_reads_past, score, score_too_far(dtype, a))
 
 /* Values of weight zero are multiplied, not skipped. */
 static void accumulate_unskipped(ekv_dtype dtype, ekv_accumulate_args *a) {
-    for (int d = 0; d < a->dim; d++) {
-        float sum = 0.0f;
-        for (int i = 0; i < a->n; i++)
-            sum += a->weight[i] * (float)dtype_load(dtype, a->values[i], d);
-        a->sum[d] += sum;
-    }
+    for (int r = 0; r < a->rows; r++)
+        for (int d = 0; d < a->dim; d++) {
+            float sum = 0.0f;
+            for (int i = 0; i < a->n; i++)
+                sum += a->weight[r][i] * (float)dtype_load(dtype, a->values[i], d);
+            a->sum[r][d] += sum;
+        }
 }
 TYPED_REPLACEMENT(accumulate_reads_nan, accumulate, accumulate_unskipped(dtype, a))
 
@@ -217,6 +219,25 @@ static void softmax_scribbles_run(ekv_softmax_args *a) {
 }
 static void softmax_scribbles(void) {
     bad.softmax = softmax_scribbles_run;
+}
+
+/* The last group of a look-up forgets what its sums start from. */
+static void lookup_forgets_start_run(ekv_lookup_args *a) {
+    good.lookup(a);
+    for (int t = 0; t < 16; t++)
+        a->sum[(a->groups - 1) * 16 + t] = (uint16_t)(a->sum[(a->groups - 1) * 16 + t] - a->start[a->groups - 1]);
+}
+static void lookup_forgets_start(void) {
+    bad.lookup = lookup_forgets_start_run;
+}
+
+/* Sums at the limit count as above it. */
+static void above_or_equal_run(ekv_above_args *a) {
+    for (int t = 0; t < a->n; t++)
+        a->bits[t / 64] |= (uint64_t)(a->sum[t] >= a->limit) << t % 64;
+}
+static void above_or_equal(void) {
+    bad.above = above_or_equal_run;
 }
 
 static void illegal_run(ekv_mass_args *a) {
@@ -237,6 +258,8 @@ static const struct {
     {"score", "z", score_lane},
     {"score", "z", score_drops_tail},
     {"score", NULL, score_reads_past},
+    {"lookup", "sum", lookup_forgets_start},
+    {"above", "bits", above_or_equal},
     {"accumulate", "sum", accumulate_last},
     {"accumulate", NULL, accumulate_writes_past},
     {"accumulate", "sum", accumulate_reads_nan},

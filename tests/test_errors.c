@@ -746,6 +746,122 @@ static void random_policy_step(problem *p, rng *r, ekv_context *context, int64_t
     p->step.report_mass = p->step.policy != EKV_POLICY_FULL && rng_chance(r, 0.5);
 }
 
+/* Under a ceiling the items of a step follow each other, and at last their rows: the same bits from less memory, down to what one row
+ * needs. */
+START_TEST(scratch_ceiling) {
+    int64_t lowered = 0, refused = 0;
+    backend_set backends;
+    backends_open(&backends, 1);
+    FOR_CASES(index, 200) {
+        for (int b = 0; b < backends.count; b++) {
+            rng r = case_begin("scratch_ceiling", index);
+            if (backend_is_reference(&backends, b)) {
+                continue;
+            }
+            problem p;
+            random_policy_step(&p, &r, backends.contexts[b], index);
+            bool softmax = false;
+            for (int32_t h = 0; h < p.step.q_heads; h++) {
+                softmax |= problem_alpha(&p, h) < 1.0 + 1e-7;
+            }
+            if (index % 5 == 4 && !softmax) {
+                p.step.policy = EKV_POLICY_CERTIFIED;
+            }
+            if (softmax) { /* with a sparse policy its sums depend on which rows are read together */
+                p.step.policy = EKV_POLICY_FULL;
+            }
+            size_t whole = 0, size = 0;
+            EXPECT_OK(backends.contexts[b], ekv_scratch_bytes(backends.contexts[b], &p.step, &whole));
+            problem_decode(&p, backends.contexts[b]);
+            unsigned char *right = problem_copy_out(&p, &size);
+            bool fits = true;
+            for (size_t ceiling = whole; fits && ceiling > 64; ceiling = ceiling * 3 / 4) {
+                case_note("%s: ceiling %zu of %zu, %s", backends.names[b], ceiling, whole, problem_describe(&p));
+                counting_allocator state;
+                ekv_context_params params = ekv_context_params_default();
+                params.backend = backends.names[b];
+                params.threads = 1 + (int32_t)(index % 3);
+                params.allocator = counting_allocator_make(&state);
+                params.max_scratch = ceiling;
+                ekv_context *context = NULL;
+                char message[256] = "", value[32];
+                EXPECT(ekv_context_create(&params, &context, message, sizeof message) == EKV_OK, "%s", message);
+                const int64_t before = state.live_bytes;
+                size_t bytes = 0;
+                const ekv_status announced = ekv_scratch_bytes(context, &p.step, &bytes);
+                problem_poison(&p);
+                const ekv_status status = ekv_decode(context, &p.step);
+                EXPECT(status == announced, "ekv_scratch_bytes returned %d, ekv_decode %d", (int)announced, (int)status);
+                if (status == EKV_OK) {
+                    unsigned char *out = problem_copy_out(&p, &size);
+                    EXPECT(bytes <= ceiling, "%zu bytes announced", bytes);
+                    EXPECT(state.live_bytes - before <= (int64_t)ceiling, "%lld bytes allocated",
+                           (long long)(state.live_bytes - before));
+                    EXPECT(memcmp(out, right, size) == 0, "the output differs");
+                    free(out);
+                    lowered += ceiling < whole;
+                } else {
+                    EXPECT(status == EKV_ERROR_CAPACITY, "status %d", (int)status);
+                    snprintf(value, sizeof value, "%zu", ceiling);
+                    expect_message(ekv_last_error(context), "max_scratch", value);
+                    problem_check_untouched(&p);
+                    fits = false;
+                    refused++;
+                }
+                ekv_context_destroy(context);
+                EXPECT(state.live == 0 && !state.mismatch, "%lld allocations were not released", (long long)state.live);
+            }
+            free(right);
+            problem_free(&p);
+        }
+    }
+    printf("scratch_ceiling: %lld steps under a lower ceiling, %lld refused\n", (long long)lowered, (long long)refused);
+    EXPECT(lowered > 100 && refused > 10, "%lld steps ran under a lower ceiling, %lld were refused", (long long)lowered,
+           (long long)refused);
+    backends_close(&backends);
+}
+END_TEST
+
+/* What the header says one row needs, at lengths that are long enough for the rest not to count. */
+START_TEST(scratch_of_one_row) {
+    static float k[1], v[1], out[64], q[64];
+    for (int certified = 0; certified < 2; certified++) {
+        case_begin("scratch_of_one_row", certified);
+        ekv_context_params params = ekv_context_params_default();
+        params.backend = "scalar";
+        params.threads = 1;
+        ekv_context *context = NULL;
+        EXPECT(ekv_context_create(&params, &context, NULL, 0) == EKV_OK, "no context");
+        ekv_kv kv = ekv_kv_default();
+        const int32_t length = 1 << 20;
+        kv.dtype = EKV_F32;
+        kv.kv_heads = 1;
+        kv.k_dim = kv.v_dim = 64;
+        kv.page_size = 16;
+        kv.blocks = length / 16;
+        kv.k = k;
+        kv.v = v;
+        kv.k_block_stride = kv.v_block_stride = 1024;
+        kv.k_token_stride = kv.v_token_stride = 64;
+        ekv_decode_params step = ekv_decode_params_default();
+        step.batch = 1;
+        step.kv = &kv;
+        step.lengths = &length;
+        step.q_heads = 1;
+        step.q = q;
+        step.out = out;
+        step.alpha = 1.5;
+        step.policy = certified ? EKV_POLICY_CERTIFIED : EKV_POLICY_FULL;
+        size_t bytes = 0;
+        EXPECT_OK(context, ekv_scratch_bytes(context, &step, &bytes));
+        const double spans = length / 4096.0, room = length * (certified ? 14.2 : 13.0) + spans * 4 * (64 + 32) + 4096;
+        printf("scratch_of_one_row: %zu bytes for %d tokens, %s\n", bytes, (int)length, certified ? "certified" : "full");
+        EXPECT((double)bytes <= room && (double)bytes > 0.8 * room, "%zu bytes, the header says %.0f", bytes, room);
+        ekv_context_destroy(context);
+    }
+}
+END_TEST
+
 /* The reference is slow and says so: it may allocate. */
 START_TEST(fixed_scratch) {
     backend_set backends;
@@ -925,6 +1041,8 @@ int main(int argc, char **argv) {
                                 TEST_ENTRY(backend_names_are_strict),
                                 TEST_ENTRY(the_environment_names_a_backend),
                                 TEST_ENTRY(context_arguments),
+                                TEST_ENTRY(scratch_ceiling),
+                                TEST_ENTRY(scratch_of_one_row),
                                 TEST_ENTRY(fixed_scratch),
                                 TEST_ENTRY(no_allocation_after_reserve),
                                 TEST_ENTRY(out_of_memory)};

@@ -272,7 +272,7 @@ static uint64_t hash_scores(const config *c, const memory *m, const ekv_kernels 
             token[i] = first + i;
             keys[i] = ekv_key(&m->kv, m->table[token[i] / c->page_size], token[i] % c->page_size, 0);
         }
-        ekv_score_args a = {rows, slope, q_token, count, keys, token, n, c->k_dim, z};
+        ekv_score_args a = {rows, slope, q_token, count, keys, token, n, c->k_dim, z, NULL, 0};
         kernels->score[c->dtype](&a);
         for (int r = 0; r < count; r++)
             add_floats(&h, z + r * EKV_TILE, n);

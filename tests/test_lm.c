@@ -1,6 +1,6 @@
 /*
  * The example's language model: its logits against the float64 reference with every KV type, one token at a time against
- * chunks, and files that are cut short, wrong or malicious: a clear error that names the file and the tensor, never a crash.
+ * chunks, what `record` writes, and files that are cut short, wrong or malicious: a clear error that names the file and the tensor, never a crash.
  *
  * SPDX-License-Identifier: Apache-2.0
  */
@@ -10,8 +10,11 @@
 
 #include "harness.h"
 
+#include "cpu/reference.h"
+#include "file.h"
 #include "model.h"
 #include "safetensors.h"
+#include "tasks.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -490,6 +493,153 @@ START_TEST(bad_configurations_are_refused) {
 }
 END_TEST
 
+/* ---- Recording -------------------------------------------------------------------------------------------------------- */
+
+enum { RECORDED = 300, KEPT = 5, TEXT_OFFSET = 7 };
+
+/* The text that is recorded: the reference's, cut into two files. */
+static void write_texts(const reference *r) {
+    write_file("one.txt", r->ids, 101);
+    write_file("two.txt", r->ids + 101, RECORDED + TEXT_OFFSET - 101);
+}
+
+static lm_options record_options(const char *one, const char *two, const char *out, ekv_dtype kv_type) {
+    lm_options options = {.task = LM_RECORD, .texts = {one, two}, .text_count = 2, .kv_type = kv_type, .threads = 2};
+    options.length = RECORDED;
+    options.queries = KEPT;
+    options.offset = TEXT_OFFSET;
+    options.out = out;
+    return options;
+}
+
+/* A layer's keys or values against the cache of another state that ran over the same text: the same bits. */
+static void check_rows(const lm_state *state, int32_t layer, bool values, const unsigned char *recorded) {
+    ekv_kv kv;
+    ekv_cache_layer(state->cache, layer, &kv, NULL);
+    const int32_t *table = ekv_cache_block_table(state->cache, state->sequence);
+    for (int64_t t = 0; t < RECORDED; t++) {
+        for (int32_t h = 0; h < kv.kv_heads; h++) {
+            const int64_t page = table[t / kv.page_size], slot = t % kv.page_size, row = t * kv.kv_heads + h;
+            const int64_t k = page * kv.k_block_stride + slot * kv.k_token_stride + h * kv.k_head_stride;
+            const int64_t v = page * kv.v_block_stride + slot * kv.v_token_stride + h * kv.v_head_stride;
+            const char *cached = values ? (const char *)kv.v + 2 * v : (const char *)kv.k + 2 * k;
+            const size_t bytes = 2 * (size_t)kv.k_dim;
+            EXPECT(memcmp(recorded + (size_t)row * bytes, cached, bytes) == 0, "layer %d, token %lld, head %d: other %s", layer,
+                   (long long)t, h, values ? "values" : "keys");
+        }
+    }
+}
+
+/* Attention of a recorded layer for its last position in double precision, against what the model's attention gave there. */
+static void check_attended(const lm_state *state, const unsigned char *k, const unsigned char *v, const unsigned char *q,
+                           const unsigned char *slopes, const float *attended) {
+    const int32_t dim = state->config.head_dim, group = state->config.heads / state->config.kv_heads;
+    static const void *keys[RECORDED], *values[RECORDED];
+    for (int32_t h = 0; h < state->config.heads; h++) {
+        double query[64], out[64];
+        float slope;
+        EXPECT(dim == 64, "heads of %d", dim);
+        for (int32_t t = 0; t < RECORDED; t++) {
+            const size_t row = 2 * (size_t)((t * state->config.kv_heads + h / group) * dim);
+            keys[t] = k + row;
+            values[t] = v + row;
+        }
+        for (int32_t d = 0; d < dim; d++) {
+            query[d] = ekv_reference_load(EKV_F32, q, ((KEPT - 1) * state->config.heads + h) * dim + d);
+        }
+        memcpy(&slope, slopes + 4 * h, sizeof slope);
+        const ekv_reference_problem problem = {.n = RECORDED, .page_size = 16, .k_dim = dim, .v_dim = dim, .dtype = EKV_F16,
+                                               .keys = keys, .values = values, .q = query, .alpha = 1.5, .scale = 0.125,
+                                               .slope = (double)slope, .policy = EKV_POLICY_FULL};
+        ekv_reference_result result = {.out = out};
+        EXPECT(ekv_reference_row(&problem, &result) == 0, "out of memory");
+        for (int32_t d = 0; d < dim; d++) {
+            const double difference = fabs(out[d] - (double)attended[h * dim + d]);
+            EXPECT(difference <= 1e-5, "head %d, element %d is %.9g, the model had %.9g", h, d, out[d],
+                   (double)attended[h * dim + d]);
+        }
+    }
+}
+
+START_TEST(recorded_tensors_are_the_models) {
+    reference *r = read_reference();
+    lm_model *model = open_model();
+    lm_state *state = open_state(model, EKV_F16, NULL);
+    lm_error error = {""};
+    char one[1200], out[1200];
+    make_directory();
+    write_texts(r);
+    snprintf(one, sizeof one, "%s", file_path("one.txt"));
+    snprintf(out, sizeof out, "%s", file_path("test.safetensors"));
+    const lm_options options = record_options(one, file_path("two.txt"), out, EKV_F16);
+    EXPECT(lm_record(model, &options, &error), "%s", error.text);
+    EXPECT(lm_model_forward(model, state, r->ids + TEXT_OFFSET, RECORDED, NULL, &error), "%s", error.text);
+
+    lm_safetensors *file = lm_safetensors_open(out, &error);
+    EXPECT(file != NULL, "%s", error.text);
+    const int64_t rows[3] = {RECORDED, 4, 64}, queries[3] = {KEPT, 8, 64}, heads[1] = {8};
+    const unsigned char *slopes = lm_safetensors_data(file, "slopes", "F32", 1, heads, &error);
+    EXPECT(slopes != NULL, "%s", error.text);
+    EXPECT(memcmp(slopes, model->weights.slopes, 8 * sizeof(float)) == 0, "other slopes");
+    for (int32_t layer = 0; layer < 6; layer++) {
+        char k_name[32], v_name[32], q_name[32];
+        snprintf(k_name, sizeof k_name, "layers.%d.k", layer);
+        snprintf(v_name, sizeof v_name, "layers.%d.v", layer);
+        snprintf(q_name, sizeof q_name, "layers.%d.q", layer);
+        const unsigned char *k = lm_safetensors_data(file, k_name, "F16", 3, rows, &error);
+        const unsigned char *v = lm_safetensors_data(file, v_name, "F16", 3, rows, &error);
+        const unsigned char *q = lm_safetensors_data(file, q_name, "F32", 3, queries, &error);
+        EXPECT(k != NULL && v != NULL && q != NULL, "%s", error.text);
+        check_rows(state, layer, false, k);
+        check_rows(state, layer, true, v);
+        if (layer == 5) { /* what the state still has of the last chunk is the last layer's */
+            const int64_t last = (RECORDED - 1) % LM_CHUNK;
+            check_attended(state, k, v, q, slopes, state->attended + last * lm_q_width(&model->config));
+        }
+    }
+    EXPECT(strcmp(lm_safetensors_metadata(file, "alpha"), "1.5") == 0, "alpha %s", lm_safetensors_metadata(file, "alpha"));
+    EXPECT(strcmp(lm_safetensors_metadata(file, "scale"), "0.125") == 0, "scale %s", lm_safetensors_metadata(file, "scale"));
+    EXPECT(strcmp(lm_safetensors_metadata(file, "layers"), "6") == 0, "layers %s", lm_safetensors_metadata(file, "layers"));
+    lm_safetensors_close(file);
+    lm_state_free(state);
+    lm_model_free(model);
+    free(r);
+    unlink(file_path("one.txt"));
+    unlink(file_path("two.txt"));
+    remove_directory();
+}
+END_TEST
+
+/* A text is continued by the next file, never by itself. */
+START_TEST(short_texts_are_refused) {
+    reference *r = read_reference();
+    lm_model *model = open_model();
+    lm_error error = {""};
+    char one[1200], two[1200];
+    make_directory();
+    write_texts(r);
+    snprintf(one, sizeof one, "%s", file_path("one.txt"));
+    snprintf(two, sizeof two, "%s", file_path("two.txt"));
+    lm_options options = record_options(one, two, file_path("test.safetensors"), EKV_F32);
+    options.length++;
+    EXPECT(!lm_record(model, &options, &error) && strstr(error.text, "the text has 307 bytes, too few for --length 301 from --offset 7"),
+           "%s", error.text);
+    options.offset = INT64_MAX;
+    EXPECT(!lm_record(model, &options, &error) && strstr(error.text, "too few"), "%s", error.text);
+    options.offset = 0;
+    options.texts[1] = "/nonexistent/file";
+    EXPECT(!lm_record(model, &options, &error) && strstr(error.text, "/nonexistent/file"), "%s", error.text);
+    options.texts[1] = two;
+    options.out = "/nonexistent/file";
+    EXPECT(!lm_record(model, &options, &error) && strstr(error.text, "cannot write /nonexistent/file"), "%s", error.text);
+    lm_model_free(model);
+    free(r);
+    unlink(one);
+    unlink(two);
+    remove_directory();
+}
+END_TEST
+
 START_TEST(f16_conversion_is_exact) {
     unsigned char source[65536][2];
     static float target[65536];
@@ -513,6 +663,7 @@ int main(int argc, char **argv) {
                                 TEST_ENTRY(steps_chunks_and_snapshots),     TEST_ENTRY(bad_safetensors_are_refused),
                                 TEST_ENTRY(tensors_are_what_was_asked_for), TEST_ENTRY(damaged_headers_do_no_harm),
                                 TEST_ENTRY(deep_headers_are_refused),       TEST_ENTRY(bad_models_are_refused),
-                                TEST_ENTRY(bad_configurations_are_refused), TEST_ENTRY(f16_conversion_is_exact)};
+                                TEST_ENTRY(bad_configurations_are_refused), TEST_ENTRY(recorded_tensors_are_the_models),
+                                TEST_ENTRY(short_texts_are_refused),        TEST_ENTRY(f16_conversion_is_exact)};
     return HARNESS_MAIN(argv[0], tests);
 }

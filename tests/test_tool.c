@@ -4,76 +4,49 @@
  * SPDX-License-Identifier: Apache-2.0
  */
 #include "harness.h"
+#include "tool.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/wait.h>
 #include <unistd.h>
-
-/* Runs the tool with these arguments; its exit status and what it printed. */
-static int run_tool(const char *environment, const char *arguments, char *output, size_t size) {
-    char command[2048];
-    snprintf(command, sizeof command, "%s %s %s 2>&1", environment, EKV_TOOL, arguments);
-    FILE *pipe = popen(command, "r");
-    EXPECT(pipe != NULL, "%s", command);
-    size_t used = 0;
-    char rest[4096];
-    for (size_t n; (n = fread(rest, 1, sizeof rest, pipe)) > 0;) {
-        const size_t room = size - 1 - used, kept = n < room ? n : room;
-        memcpy(output + used, rest, kept);
-        used += kept;
-    }
-    output[used] = 0;
-    const int status = pclose(pipe);
-    EXPECT(WIFEXITED(status), "%s was ended by a signal", command);
-    return WEXITSTATUS(status);
-}
 
 static char output[1 << 20];
 
-#define EXPECT_RUN(environment, arguments, expected, text)                                                                     \
-  do {                                                                                                                         \
-    const int status = run_tool(environment, arguments, output, sizeof output);                                                \
-    EXPECT(status == (expected), "entmaxkv %s: exit status %d, expected %d; output: %.400s", arguments, status, expected,      \
-           output);                                                                                                            \
-    EXPECT(strstr(output, text) != NULL, "entmaxkv %s: no \"%s\" in: %.400s", arguments, text, output);                        \
-  } while (0)
-
 START_TEST(commands) {
-    EXPECT_RUN("", "", 2, "Usage: entmaxkv COMMAND");
-    EXPECT_RUN("", "--help", 0, "conform");
-    EXPECT_RUN("", "--version", 0, "entmaxkv 0.");
-    EXPECT_RUN("", "nonsense", 2, "unknown command 'nonsense'");
-    EXPECT_RUN("", "info --nonsense", 2, "nonsense");
-    EXPECT_RUN("", "info extra", 2, "extra");
+    EXPECT_TOOL("", "", 2, "Usage: entmaxkv COMMAND");
+    EXPECT_TOOL("", "--help", 0, "conform");
+    EXPECT_TOOL("", "--version", 0, "entmaxkv 0.");
+    EXPECT_TOOL("", "nonsense", 2, "unknown command 'nonsense'");
+    EXPECT_TOOL("", "info --nonsense", 2, "nonsense");
+    EXPECT_TOOL("", "info extra", 2, "extra");
 }
 END_TEST
 
 START_TEST(info) {
-    EXPECT_RUN("", "info", 0, "reference  available");
-    EXPECT_RUN("", "info", 0, "threads by default:");
-    EXPECT_RUN("", "info --json", 0, "\"backends\":");
-    EXPECT_RUN("ENTMAXKV_BACKEND=scalar", "info --json", 0, "asked for by ENTMAXKV_BACKEND");
-    EXPECT_RUN("ENTMAXKV_BACKEND=nonsense", "info", 1, "backend \"nonsense\" is not part of this build; available: ");
-    EXPECT_RUN("ENTMAXKV_BACKEND=nonsense", "info --json", 1, "\"error\":");
+    EXPECT_TOOL("", "info", 0, "reference  available");
+    EXPECT_TOOL("", "info", 0, "threads by default:");
+    EXPECT_TOOL("", "info --json", 0, "\"backends\":");
+    EXPECT_TOOL("ENTMAXKV_BACKEND=scalar", "info --json", 0, "asked for by ENTMAXKV_BACKEND");
+    EXPECT_TOOL("ENTMAXKV_BACKEND=nonsense", "info", 1, "backend \"nonsense\" is not part of this build; available: ");
+    EXPECT_TOOL("ENTMAXKV_BACKEND=nonsense", "info --json", 1, "\"error\":");
 }
 END_TEST
 
 START_TEST(conform) {
-    EXPECT_RUN("", "conform --backend scalar --kernel softmax", 0, "300 passed, 0 failed");
-    EXPECT_RUN("", "conform --backend scalar --kernel softmax --case 17", 0, "1 passed, 0 failed");
-    EXPECT_RUN("", "conform --backend scalar --kernel softmax --case ties --verbose", 0, "content ties");
-    EXPECT_RUN("", "conform --backend scalar --kernel softmax --case ties --list", 0, "content ties");
-    EXPECT_RUN("", "conform --backend scalar --kernel softmax --json", 0, "\"pass\":300");
-    EXPECT_RUN("", "conform --backend scalar --kernel softmax --seed 99", 0, "seed 99");
-    EXPECT_RUN("", "conform --backend scalar --kernel mass --require scalar", 0, "passed");
-    EXPECT_RUN("", "conform --kernel mass --require sse9", 1, "the required backend \"sse9\" is not available");
-    EXPECT_RUN("", "conform --backend sse9", 1, "available: ");
-    EXPECT_RUN("", "conform --kernel nonsense", 2, "unknown kernel");
-    EXPECT_RUN("", "conform --kernel softmax --case nonsense", 1, "no case");
-    EXPECT_RUN("", "conform --seed x", 2, "--seed x");
+    EXPECT_TOOL("", "conform --backend scalar --kernel softmax", 0, "300 passed, 0 failed");
+    EXPECT_TOOL("", "conform --backend scalar --kernel softmax --case 17", 0, "1 passed, 0 failed");
+    EXPECT_TOOL("", "conform --backend scalar --kernel softmax --case ties --verbose", 0, "content ties");
+    EXPECT_TOOL("", "conform --backend scalar --kernel softmax --case ties --list", 0, "content ties");
+    EXPECT_TOOL("", "conform --backend scalar --kernel softmax --json", 0, "\"pass\":300");
+    EXPECT_TOOL("", "conform --backend scalar --kernel softmax --seed 99", 0, "seed 99");
+    EXPECT_TOOL("", "conform --backend scalar --kernel mass --require scalar", 0, "passed");
+    EXPECT_TOOL("", "conform --kernel mass --require sse9", 1, "the required backend \"sse9\" is not available");
+    EXPECT_TOOL("", "conform --backend sse9", 1, "available: ");
+    EXPECT_TOOL("", "conform --kernel nonsense", 2, "unknown kernel");
+    EXPECT_TOOL("", "conform --kernel softmax --case nonsense", 1, "no case");
+    EXPECT_TOOL("", "conform --seed x", 2, "--seed x");
 }
 END_TEST
 
@@ -129,7 +102,7 @@ static void run_reference(const char *environment, int expected, const char *tex
     char arguments[256];
     snprintf(arguments, sizeof arguments, "reference --in %s/case.safetensors --out %s/out.safetensors --weights", folder,
              folder);
-    EXPECT_RUN(environment, arguments, expected, text);
+    EXPECT_TOOL(environment, arguments, expected, text);
 }
 
 #define TENSORS                                                                                                                \
@@ -170,7 +143,7 @@ START_TEST(reference) {
     run_reference("", 1, "metadata policy is \"best\"");
     write_case("{" TENSORS "}", data, 6);
     run_reference("", 1, "data");
-    EXPECT_RUN("", "reference", 2, "--in");
+    EXPECT_TOOL("", "reference", 2, "--in");
     char command[128];
     snprintf(command, sizeof command, "rm -rf '%s'", folder);
     EXPECT(system(command) == 0, "%s", command);

@@ -8,6 +8,7 @@
 #include "clock.h"
 
 #include <inttypes.h>
+#include <string.h>
 
 static bool append(lm_state *state, int32_t layer, int32_t n, lm_error *error) {
     int32_t q_width = lm_q_width(&state->config), kv_width = lm_kv_width(&state->config);
@@ -66,9 +67,25 @@ static bool decode_measured(lm_state *state, ekv_decode_params *step, lm_error *
     return true;
 }
 
+/* Keeps those queries of a chunk that are asked for. */
+static void keep_queries(const lm_state *state, int32_t layer, int32_t n) {
+    const lm_queries *kept = state->queries;
+    int64_t q_width = lm_q_width(&state->config), stride = q_width + 2 * lm_kv_width(&state->config);
+    for (int32_t t = 0; t < n; t++) {
+        int64_t place = state->length + t - kept->first;
+        if (place >= 0 && place < kept->count) {
+            memcpy(kept->rows + (layer * kept->count + place) * q_width, state->qkv + t * stride,
+                   (size_t)q_width * sizeof(float));
+        }
+    }
+}
+
 bool lm_attend(lm_state *state, int32_t layer, const float *slopes, int32_t n, lm_error *error) {
     if (!append(state, layer, n, error)) {
         return false;
+    }
+    if (state->queries != NULL) {
+        keep_queries(state, layer, n);
     }
     const int32_t q_start[2] = {0, n};
     ekv_decode_params step = ekv_decode_params_default();

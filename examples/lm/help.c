@@ -15,25 +15,30 @@ static const char program_help[] = "Usage: entmaxkv-lm COMMAND [OPTION]...\n"
                                    "  perplexity   bits per byte of a text, decoded byte by byte\n"
                                    "  passkey      finds five digits that are hidden in a long text\n"
                                    "  generate     continues a prompt\n"
+                                   "  record       writes the queries, keys and values of a text to a file\n"
                                    "\n"
                                    "entmaxkv-lm COMMAND --help says more about a command; entmaxkv-lm --version\n"
                                    "prints the version and the library's backends.\n";
 
-static const char common_help[] = "\n"
+static const char basic_help[] = "\n"
                                   "Options of all commands:\n"
                                   "  --model DIR      config.json and model.safetensors  [models/nape-entmax-14m]\n"
-                                  "  --text FILE      the text  [persuasion-part1.txt in the model's folder]\n"
-                                  "  --policy NAME    what attention reads while decoding: full, topk, gaussian or\n"
-                                  "                   certified [certified]\n"
-                                  "  --budget TOKENS  topk: tokens to read per query head  [1024]\n"
+                                  "  --text FILE      the text; several are read one after the other\n"
+                                  "                   [persuasion-part1.txt in the model's folder]\n"
                                   "  --kv-type TYPE   how the cache keeps keys and values: f16, f32, bf16  [f16]\n"
                                   "  --backend NAME   reference, scalar, avx2, ...  [the best that runs here]\n"
                                   "  --threads N      0: the physical cores that this process may use  [0]\n"
-                                  "  --seed S         for the random choices  [1]\n"
-                                  "  --json           one flat JSON object a line instead of a table\n"
-                                  "  --help           this text\n"
-                                  "\n"
-                                  "Exit status: 0 success, 1 failure, 2 wrong command line.\n";
+                                                                    "  --help           this text\n";
+
+static const char decoding_help[] = "\n"
+                                    "Options of the commands that decode (all but record):\n"
+                                    "  --policy NAME    what attention reads while decoding: full, topk, gaussian or\n"
+                                    "                   certified  [gaussian]\n"
+                                    "  --budget TOKENS  topk: tokens to read per query head  [1024]\n"
+                                    "  --seed S         for the random choices  [1]\n"
+                                    "  --json           one flat JSON object a line instead of a table\n";
+
+static const char exit_help[] = "\nExit status: 0 success, 1 failure, 2 wrong command line.\n";
 
 static const char results_help[] = "\n"
                                    "--policy also takes a list, as in topk,gaussian.  full always runs first, as the\n"
@@ -80,17 +85,35 @@ static const char generate_help[] = "Usage: entmaxkv-lm generate --prompt TEXT -
                                     "  --prompt TEXT    the beginning\n"
                                     "  --bytes N        bytes to add\n";
 
+static const char record_help[] = "Usage: entmaxkv-lm record --length N --out FILE.safetensors [OPTION]...\n"
+                                  "Runs the model over N bytes of the text with full attention and writes, for each\n"
+                                  "layer, the keys and values of all N and the queries of the last ones, for\n"
+                                  "entmaxkv bench --keys recorded.  docs/reference-format.md describes the file.  A\n"
+                                  "text that is too short is an error: repeated text would attend to its copy.\n"
+                                  "\n"
+                                  "  --length N       bytes to run over; time grows with N squared\n"
+                                  "  --out FILE       the file to be written\n"
+                                  "  --queries Q      positions at the end whose queries are kept  [64]\n"
+                                  "  --offset BYTES   where in the text to begin  [0]\n";
+
 void lm_help_program(void) {
     fputs(program_help, stdout);
-    fputs(common_help, stdout);
+    fputs(basic_help, stdout);
+    fputs(decoding_help, stdout);
+    fputs(exit_help, stdout);
 }
 
 void lm_help_task(lm_task task) {
     static const char *const texts[] = {
-        [LM_PERPLEXITY] = perplexity_help, [LM_PASSKEY] = passkey_help, [LM_GENERATE] = generate_help};
+        [LM_PERPLEXITY] = perplexity_help, [LM_PASSKEY] = passkey_help, [LM_GENERATE] = generate_help,
+        [LM_RECORD] = record_help};
     fputs(texts[task], stdout);
-    fputs(common_help, stdout);
-    if (task != LM_GENERATE) {
+    fputs(basic_help, stdout);
+    if (task != LM_RECORD) {
+        fputs(decoding_help, stdout);
+    }
+    fputs(exit_help, stdout);
+    if (task == LM_PERPLEXITY || task == LM_PASSKEY) {
         fputs(results_help, stdout);
     }
 }

@@ -18,15 +18,31 @@ static const char *const task_names[] = {
     [LM_PERPLEXITY] = "perplexity",
     [LM_PASSKEY] = "passkey",
     [LM_GENERATE] = "generate",
+    [LM_RECORD] = "record",
 };
 enum { TASKS = sizeof task_names / sizeof task_names[0] };
 
-enum { PERPLEXITY = 1 << LM_PERPLEXITY, PASSKEY = 1 << LM_PASSKEY, GENERATE = 1 << LM_GENERATE, ALL = (1 << TASKS) - 1 };
+enum {
+    PERPLEXITY = 1 << LM_PERPLEXITY,
+    PASSKEY = 1 << LM_PASSKEY,
+    GENERATE = 1 << LM_GENERATE,
+    RECORD = 1 << LM_RECORD,
+    DECODING = PERPLEXITY | PASSKEY | GENERATE, /* what decodes with a policy */
+    ALL = (1 << TASKS) - 1
+};
 
 /* Longer sequences than this no machine holds; the limit keeps sums of sizes within int64_t. */
 #define MAX_TOKENS ((int64_t)1 << 30)
 
-typedef enum value_kind { VALUE_HELP, VALUE_FLAG, VALUE_TEXT, VALUE_INTEGER, VALUE_POLICIES, VALUE_KV_TYPE } value_kind;
+typedef enum value_kind {
+    VALUE_HELP,
+    VALUE_FLAG,
+    VALUE_TEXT,
+    VALUE_TEXT_FILE,
+    VALUE_INTEGER,
+    VALUE_POLICIES,
+    VALUE_KV_TYPE
+} value_kind;
 
 /* Every option: the commands that have it, and where its value goes. */
 typedef struct known_option {
@@ -40,20 +56,23 @@ typedef struct known_option {
 static const known_option known_options[] = {
     {"help", ALL, VALUE_HELP, 0, 0, 0},
     {"model", ALL, VALUE_TEXT, offsetof(lm_options, model), 0, 0},
-    {"text", ALL, VALUE_TEXT, offsetof(lm_options, text), 0, 0},
-    {"policy", ALL, VALUE_POLICIES, 0, 0, 0},
-    {"budget", ALL, VALUE_INTEGER, offsetof(lm_options, budget), 1, MAX_TOKENS},
+    {"text", ALL, VALUE_TEXT_FILE, 0, 0, 0},
+    {"policy", DECODING, VALUE_POLICIES, 0, 0, 0},
+    {"budget", DECODING, VALUE_INTEGER, offsetof(lm_options, budget), 1, MAX_TOKENS},
     {"kv-type", ALL, VALUE_KV_TYPE, 0, 0, 0},
     {"backend", ALL, VALUE_TEXT, offsetof(lm_options, backend), 0, 0},
     {"threads", ALL, VALUE_INTEGER, offsetof(lm_options, threads), 0, 4096},
-    {"seed", ALL, VALUE_INTEGER, offsetof(lm_options, seed), 0, INT64_MAX},
-    {"json", ALL, VALUE_FLAG, offsetof(lm_options, json), 0, 0},
+    {"seed", DECODING, VALUE_INTEGER, offsetof(lm_options, seed), 0, INT64_MAX},
+    {"json", DECODING, VALUE_FLAG, offsetof(lm_options, json), 0, 0},
     {"context", PERPLEXITY | PASSKEY, VALUE_INTEGER, offsetof(lm_options, context), 2, MAX_TOKENS},
     {"windows", PERPLEXITY, VALUE_INTEGER, offsetof(lm_options, windows), 1, MAX_TOKENS},
-    {"offset", PERPLEXITY, VALUE_INTEGER, offsetof(lm_options, offset), 0, INT64_MAX},
+    {"offset", PERPLEXITY | RECORD, VALUE_INTEGER, offsetof(lm_options, offset), 0, INT64_MAX},
     {"trials", PASSKEY, VALUE_INTEGER, offsetof(lm_options, trials), 1, MAX_TOKENS},
     {"prompt", GENERATE, VALUE_TEXT, offsetof(lm_options, prompt), 0, 0},
     {"bytes", GENERATE, VALUE_INTEGER, offsetof(lm_options, bytes), 1, MAX_TOKENS},
+    {"length", RECORD, VALUE_INTEGER, offsetof(lm_options, length), 1, MAX_TOKENS},
+    {"queries", RECORD, VALUE_INTEGER, offsetof(lm_options, queries), 1, MAX_TOKENS},
+    {"out", RECORD, VALUE_TEXT, offsetof(lm_options, out), 0, 0},
 };
 enum { KNOWN = sizeof known_options / sizeof known_options[0] };
 
@@ -120,6 +139,14 @@ static bool parse_policies(const char *list, lm_options *options, lm_error *erro
     }
 }
 
+static bool add_text(lm_options *options, const char *path, lm_error *error) {
+    if (options->text_count == LM_MAX_TEXTS) {
+        return lm_fail(error, "--text %s: at most %d texts", path, LM_MAX_TEXTS);
+    }
+    options->texts[options->text_count++] = path;
+    return true;
+}
+
 static bool parse_value(const known_option *option, const char *text, lm_options *options, lm_error *error) {
     char *field = (char *)options + option->field;
     switch (option->kind) {
@@ -129,6 +156,8 @@ static bool parse_value(const known_option *option, const char *text, lm_options
     case VALUE_TEXT:
         *(const char **)field = text;
         return true;
+    case VALUE_TEXT_FILE:
+        return add_text(options, text, error);
     case VALUE_INTEGER:
         return parse_integer(option, text, (int64_t *)field, error);
     case VALUE_POLICIES:
@@ -164,6 +193,17 @@ static bool check_generate(const lm_options *options, lm_error *error) {
            need(options->bytes > 0, "--bytes N", error);
 }
 
+static bool check_record(const lm_options *options, lm_error *error) {
+    if (!need(options->length > 0, "--length N", error) || !need(options->out != NULL, "--out FILE", error)) {
+        return false;
+    }
+    if (options->queries > options->length) {
+        return lm_fail(error, "--queries %" PRId64 ": expected at most --length, which is %" PRId64, options->queries,
+                       options->length);
+    }
+    return true;
+}
+
 static bool check_passkey(const lm_options *options, lm_error *error) {
     int64_t least = lm_passkey_least_context();
     if (options->context < least) {
@@ -176,6 +216,9 @@ static bool check_passkey(const lm_options *options, lm_error *error) {
 static bool check_task(lm_options *options, lm_error *error) {
     if (options->task == LM_GENERATE) {
         return check_generate(options, error);
+    }
+    if (options->task == LM_RECORD) {
+        return check_record(options, error);
     }
     put_full_first(options);
     if (!need(options->context > 0, "--context N", error)) {
@@ -234,6 +277,7 @@ static const lm_options defaults = {
     .budget = 1024,
     .kv_type = EKV_F16,
     .seed = 1,
+    .queries = 64,
 };
 
 lm_parsed lm_options_parse(int argc, char **argv, lm_options *options, lm_error *error) {
@@ -253,6 +297,6 @@ lm_parsed lm_options_parse(int argc, char **argv, lm_options *options, lm_error 
             return parse_task(argc - 1, argv + 1, options, error);
         }
     }
-    lm_fail(error, "expected perplexity, passkey or generate, found %s", command);
+    lm_fail(error, "expected perplexity, passkey, generate or record, found %s", command);
     return LM_PARSED_USAGE;
 }

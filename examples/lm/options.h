@@ -11,15 +11,16 @@
 #include <entmaxkv/entmaxkv.h>
 #include <stdint.h>
 
-typedef enum lm_task { LM_PERPLEXITY, LM_PASSKEY, LM_GENERATE } lm_task;
+typedef enum lm_task { LM_PERPLEXITY, LM_PASSKEY, LM_GENERATE, LM_RECORD } lm_task;
 
-enum { LM_MAX_POLICIES = 4 };
+enum { LM_MAX_POLICIES = 4, LM_MAX_TEXTS = 64 };
 
 typedef struct lm_options {
     lm_task task;
     /* Common. */
     const char *model;
-    const char *text;                     /* NULL: persuasion-part1.txt in the model's directory */
+    const char *texts[LM_MAX_TEXTS];      /* the files that make up the text, one after the other */
+    int text_count;                       /* 0: persuasion-part1.txt in the model's directory */
     ekv_policy policies[LM_MAX_POLICIES]; /* in the order in which they run; perplexity and passkey always begin with full */
     int policy_count;
     int64_t budget;
@@ -31,10 +32,13 @@ typedef struct lm_options {
     /* By task. */
     int64_t context;    /* perplexity, passkey */
     int64_t windows;    /* perplexity */
-    int64_t offset;     /* perplexity */
+    int64_t offset;     /* perplexity, record */
     int64_t trials;     /* passkey */
     const char *prompt; /* generate */
     int64_t bytes;      /* generate */
+    int64_t length;     /* record: tokens */
+    int64_t queries;    /* record: positions at the end whose queries are kept */
+    const char *out;    /* record */
 } lm_options;
 
 typedef enum lm_parsed {

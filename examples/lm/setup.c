@@ -5,11 +5,43 @@
  */
 #include "setup.h"
 
+#include "memory.h"
+
 #include <stdlib.h>
+#include <string.h>
+
+/* Joins a file to the text. */
+static bool add_file(const char *path, lm_file *text, lm_error *error) {
+    lm_file more;
+    if (!lm_file_read(path, &more, error)) {
+        return false;
+    }
+    unsigned char *joined = lm_alloc(text->size + more.size + 1, 1, error);
+    if (joined != NULL) {
+        memcpy(joined, text->bytes, text->size);
+        memcpy(joined + text->size, more.bytes, more.size);
+        free(text->bytes);
+        text->bytes = joined;
+        text->size += more.size;
+    }
+    lm_file_free(&more);
+    return joined != NULL;
+}
+
+static bool read_texts(const lm_options *options, lm_file *text, lm_error *error) {
+    bool ok = lm_file_read(options->texts[0], text, error);
+    for (int i = 1; ok && i < options->text_count; i++) {
+        ok = add_file(options->texts[i], text, error);
+        if (!ok) {
+            lm_file_free(text);
+        }
+    }
+    return ok;
+}
 
 bool lm_setup_text(const lm_options *options, lm_file *text, lm_error *error) {
-    if (options->text != NULL) {
-        return lm_file_read(options->text, text, error);
+    if (options->text_count > 0) {
+        return read_texts(options, text, error);
     }
     char *path = lm_file_path(options->model, "persuasion-part1.txt", error);
     bool ok = path != NULL && lm_file_read(path, text, error);

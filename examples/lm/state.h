@@ -14,6 +14,12 @@
 
 enum { LM_CHUNK = 256 }; /* most tokens of one prefill step: enough for BLAS, little scratch memory */
 
+/* The queries that attention got, as it got them, at consecutive positions. */
+typedef struct lm_queries {
+    int64_t first, count; /* positions */
+    float *rows;          /* [layers][count][q_width] */
+} lm_queries;
+
 typedef struct lm_state_params {
     ekv_dtype kv_type;
     const char *backend; /* NULL: the library's choice */
@@ -33,6 +39,7 @@ typedef struct lm_state {
     ekv_policy policy;
     int64_t budget;  /* tokens, for topk */
     lm_meter *meter; /* NULL: nothing is measured; else one token at a time */
+    lm_queries *queries; /* NULL: queries are not kept */
 
     float *tails; /* [layers][taps - 1][width]: the last normalised inputs, which the next token's convolution sees */
 

@@ -1,5 +1,5 @@
 /*
- * The three things that entmaxkv-lm does.
+ * The four things that entmaxkv-lm does.
  *
  * SPDX-License-Identifier: Apache-2.0
  */
@@ -26,6 +26,9 @@ bool lm_passkey(const lm_model *model, const lm_options *options, lm_result *res
 
 /* Prints the prompt and its greedy continuation. */
 bool lm_generate(const lm_model *model, const lm_options *options, lm_error *error);
+
+/* Runs the text with full attention and writes what attention saw: keys, values and the last queries of every layer. */
+bool lm_record(const lm_model *model, const lm_options *options, lm_error *error);
 
 /* A passkey context holds at least the sentence with the key, the question, the five digits and a byte of text. */
 int64_t lm_passkey_least_context(void);

@@ -199,10 +199,18 @@ typedef struct ekv_context_params {
     ekv_parallel_for parallel_for; /* NULL: OpenMP, or one thread in a build without it */
     void *parallel_user;
     void *stream; /* cuda: a cudaStream_t for the calls that have no stream of their own; NULL: the default stream */
+    size_t max_scratch; /* bytes: the ceiling on a step's scratch memory on the CPU; 0: EKV_DEFAULT_MAX_SCRATCH.  A step that would take
+                           more runs its KV heads in waves instead of side by side, and where one KV head of a sequence alone is too much
+                           its query rows apart, each reading the keys anew: slower, with the same result (for softmax under a sparse
+                           policy up to the last bits).  EKV_ERROR_CAPACITY if it is too small for one row: 13 bytes for each token of
+                           the longest sequence (14.2 with policy certified), 30 for each page, 4 (v_dim + 32) for each 4,096 tokens,
+                           and 4,096. */
 } ekv_context_params;
 
+#define EKV_DEFAULT_MAX_SCRATCH ((size_t)1 << 30)
+
 static inline ekv_context_params ekv_context_params_default(void) {
-    ekv_context_params p = {sizeof(ekv_context_params), NULL, 0, 0, {NULL, NULL, NULL}, NULL, NULL, NULL};
+    ekv_context_params p = {sizeof(ekv_context_params), NULL, 0, 0, {NULL, NULL, NULL}, NULL, NULL, NULL, 0};
     return p;
 }
 

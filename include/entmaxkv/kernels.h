@@ -45,7 +45,8 @@ extern "C" {
     X(solve, "tau, support and weights from a candidate list")         /* entmax.h */    \
     X(softmax, "exponential weights of a tile")                        /* entmax.h */    \
     X(mass, "expected mass above a threshold of a mixture of normals") /* page.h */    \
-    X(lookup, "sums of table entries: bounds of the scores of sketched keys") /* sketch.h */
+    X(lookup, "sums of table entries: bounds of the scores of sketched keys") /* sketch.h */ \
+    X(above, "which sums exceed a limit")                              /* sketch.h */
 
 /* load_row: out[d] = (float)row[d] * factor for d < dim, and zeros up to the next multiple of 32. */
 typedef struct ekv_load_row_args {
@@ -73,14 +74,19 @@ typedef struct ekv_score_args {
     const int32_t *token;     /* [EKV_TILE] index of each key's token; entries past n are readable */
     int n, dim;               /* 1 <= n <= EKV_TILE */
     float *z;                 /* [rows][EKV_TILE]; entries past n are unspecified */
+    const void *const *ahead; /* [n] addresses that are read soon after this call, or NULL: they are prefetched meanwhile */
+    int ahead_bytes;          /* at each of them */
 } ekv_score_args;
 
-/* accumulate: sum[d] += (sum over i < n, in order and from zero, of weight[i] * values[i][d]).  Weights of zero are skipped. */
+/* accumulate: for each row r, sum[r][d] += (sum over i < n, in order and from zero, of weight[r][i] * values[i][d]).  Weights of zero
+ * are skipped. */
 typedef struct ekv_accumulate_args {
-    const void *const *values; /* [n] */
-    const float *weight;       /* [n] */
-    int n, dim;
-    float *sum;                /* [dim] */
+    const void *const *values;   /* [n] */
+    const float *const *weight;  /* [rows][n] */
+    int rows, n, dim;
+    float *const *sum;           /* [rows][dim] */
+    const void *const *ahead;    /* [n] as in score */
+    int ahead_bytes;
 } ekv_accumulate_args;
 
 /* box: per-dimension minimum, then maximum, of n keys, in the storage type (exact).  If a key has a NaN or an infinity all of the
@@ -167,12 +173,13 @@ typedef struct ekv_solve_args {
     double tau;     /* out, z units */
 } ekv_solve_args;
 
-/* softmax: weight[i] = exp(z[i] - z_max) as float; returns their sum (tree order) in `sum`. */
+/* softmax: raises z_max to the largest z (NaN if there is one), then weight[i] = exp(z[i] - z_max) as float; returns their sum (tree
+ * order) in `sum`.  If z_max is -infinity then, weights and sum are 0. */
 typedef struct ekv_softmax_args {
     const float *z;
     int n; /* <= EKV_TILE */
-    float z_max;
-    float *weight; /* [n] */
+    float z_max;   /* in and out */
+    float *weight; /* [n]; may be z */
     double sum;    /* out */
 } ekv_softmax_args;
 
@@ -237,14 +244,24 @@ typedef struct ekv_encode_args {
     double left, total; /* in and out: squares of all norms, and of x, of the finite keys are added, rounded up */
 } ekv_encode_args;
 
-/* lookup: sum[t] = sum over codes of table[code][its number], saturating at 65535, for `groups` groups of 16 tokens. */
+/* lookup: sum[t] = start of its group + sum over codes of table[code][its number], saturating at 65535, for `groups` groups of 16
+ * tokens. */
 typedef struct ekv_lookup_args {
-    const uint8_t *low, *high;     /* [codes][16] the two bytes of the table's entries */
-    int codes;                     /* norms included; even */
+    const uint16_t *table;         /* [codes][16] */
+    int codes;                     /* norms included; even; at most EKV_SKETCH_CODES + EKV_SKETCH_NORMS */
     const uint8_t *const *group;   /* [groups] each [codes / 2][16] */
+    const uint16_t *start;         /* [groups] */
     int groups;
     uint16_t *sum;                 /* [groups][16] */
 } ekv_lookup_args;
+
+/* above: sets bit t % 64 of bits[t / 64] for every t < n with sum[t] > limit; other bits stay.  n is a multiple of 16. */
+typedef struct ekv_above_args {
+    const uint16_t *sum; /* [n] */
+    int n;
+    uint16_t limit;
+    uint64_t *bits; /* [n / 64 rounded up] in and out */
+} ekv_above_args;
 
 /* The table of a backend's kernels. */
 typedef struct ekv_kernels {

@@ -14,28 +14,14 @@
 #define TAU_SLACK 0x1p-30
 #define MAX_INTEGER_POWER 64 /* above it (alpha < 1.016) a list is filtered by z_max - 1 alone */
 
-#if defined(__GNUC__)
-EKV_INLINE int lowest_bit(uint32_t mask) { return __builtin_ctz(mask); }
-#else
-EKV_INLINE int lowest_bit(uint32_t mask) {
-    int i = 0;
-    while (!(mask >> i & 1u)) i++;
-    return i;
-}
-#endif
-
 static void keep(ekv_keep_args *a) {
     const vf threshold = vf_set1(a->threshold);
     int count = a->count;
     for (int i = 0; i < a->n; i += VEC_LANES) {
         const int n = a->n - i < VEC_LANES ? a->n - i : VEC_LANES;
         const uint32_t lanes = n == VEC_LANES ? 0xffffffffu : (1u << n) - 1u;
-        uint32_t mask = ~vf_le(vf_load_n(a->z + i, n), threshold) & lanes;
-        for (; mask; mask &= mask - 1) {
-            const int j = i + lowest_bit(mask);
-            a->list_z[count] = a->z[j];
-            a->list_token[count++] = a->token[j];
-        }
+        const uint32_t mask = ~vf_le(vf_load_n(a->z + i, n), threshold) & lanes;
+        if (mask) count += vec_pack(a->list_z + count, a->list_token + count, a->z + i, a->token + i, mask);
     }
     a->count = count;
 }
@@ -95,9 +81,35 @@ static void tau_lower(ekv_tau_lower_args *a) {
     }
 }
 
+/* The largest of n numbers and `least`; NaN if there is one. */
+EKV_INLINE float largest_of(const float *z, int n, float least) {
+    const vf infinity = vf_set1(INFINITY);
+    vf largest = vf_set1(least);
+    uint32_t numbers = vf_le(largest, infinity);
+    int i = 0;
+    for (; i + VEC_LANES <= n; i += VEC_LANES) {
+        const vf x = vf_load(z + i);
+        numbers &= vf_le(x, infinity);
+        largest = vf_max(x, largest);
+    }
+    float top = n >= VEC_LANES ? vf_max_lane(largest) : least;
+    bool bad = numbers != 0xffffffffu;
+    for (; i < n; i++) {
+        bad |= z[i] != z[i];
+        top = z[i] > top ? z[i] : top;
+    }
+    return bad ? NAN : top;
+}
+
 static void softmax(ekv_softmax_args *a) {
-    const vf z_max = vf_set1(a->z_max);
     vf sum = vf_set1(0.0f);
+    a->z_max = largest_of(a->z, a->n, a->z_max);
+    a->sum = 0.0;
+    if (a->z_max == -INFINITY) {
+        for (int i = 0; i < a->n; i++) a->weight[i] = 0.0f;
+        return;
+    }
+    const vf z_max = vf_set1(a->z_max);
     for (int i = 0; i < a->n; i += VEC_LANES) {
         const int n = a->n - i < VEC_LANES ? a->n - i : VEC_LANES;
         vf w = vf_exp(vf_sub(vf_load_n(a->z + i, n), z_max));

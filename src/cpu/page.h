@@ -121,18 +121,31 @@ EKV_INLINE void bound_terms(ekv_dtype dtype, const float *q, const char *low, co
     *size = vf_add(*size, vf_max(vf_abs(p), vf_abs(r)));
 }
 
+/* Pages whose pairs of sums are reduced at once: eight sums, see vp_sum8. */
+#define PAGES_AT_ONCE 4
+
 EKV_INLINE void bound(ekv_dtype dtype, ekv_bound_args *a) {
     const size_t bytes = dtype == EKV_F32 ? 4 : 2;
-    for (int p = 0; p < a->n; p++) {
-        const char *low = a->boxes[p], *high = low + bytes * (size_t)a->dim;
-        vf sum = vf_set1(0.0f), size = sum;
-        int d = 0;
-        for (; d + VEC_LANES <= a->dim; d += VEC_LANES) bound_terms(dtype, a->q, low, high, d, VEC_LANES, &sum, &size);
-        if (d < a->dim) bound_terms(dtype, a->q, low, high, d, a->dim - d, &sum, &size);
-        float bias = 0.0f;
-        if (a->slope != 0.0f) bias = a->slope * (float)((a->slope > 0.0f ? a->last[p] : a->first[p]) - a->q_token);
-        const float bound = (vf_sum(sum) + bias) + bound_slack(a->dim, vf_sum(size), bias);
-        a->bound[p] = bound <= INFINITY ? bound : INFINITY; /* NaN: the page must be read */
+    for (int p = 0; p < a->n; p += PAGES_AT_ONCE) {
+        vp fold[2 * PAGES_AT_ONCE];
+        float sums[2 * PAGES_AT_ONCE];
+        EKV_UNROLL
+        for (int i = 0; i < PAGES_AT_ONCE; i++) { /* behind the last page it is bounded again */
+            const char *low = a->boxes[p + i < a->n ? p + i : a->n - 1], *high = low + bytes * (size_t)a->dim;
+            vf sum = vf_set1(0.0f), size = sum;
+            int d = 0;
+            for (; d + VEC_LANES <= a->dim; d += VEC_LANES) bound_terms(dtype, a->q, low, high, d, VEC_LANES, &sum, &size);
+            if (d < a->dim) bound_terms(dtype, a->q, low, high, d, a->dim - d, &sum, &size);
+            fold[i] = vf_fold(sum);
+            fold[PAGES_AT_ONCE + i] = vf_fold(size);
+        }
+        vp_sum8(fold, sums);
+        for (int i = 0; i < PAGES_AT_ONCE && p + i < a->n; i++) {
+            float bias = 0.0f;
+            if (a->slope != 0.0f) bias = a->slope * (float)((a->slope > 0.0f ? a->last[p + i] : a->first[p + i]) - a->q_token);
+            const float bound = (sums[i] + bias) + bound_slack(a->dim, sums[PAGES_AT_ONCE + i], bias);
+            a->bound[p + i] = bound <= INFINITY ? bound : INFINITY; /* NaN: the page must be read */
+        }
     }
 }
 
@@ -159,18 +172,31 @@ static float extreme_deviation(ekv_dtype dtype, const ekv_gaussian_args *a, cons
 
 EKV_INLINE void gaussian(ekv_dtype dtype, ekv_gaussian_args *a) {
     const size_t bytes = dtype == EKV_F32 ? 4 : 2;
-    for (int p = 0; p < a->n; p++) {
-        const char *mean = a->moments[p], *deviation = mean + bytes * (size_t)a->dim;
-        vf sum = vf_set1(0.0f), squares = sum;
-        int d = 0;
-        for (; d + VEC_LANES <= a->dim; d += VEC_LANES)
-            gaussian_terms(dtype, a->q, mean, deviation, d, VEC_LANES, &sum, &squares);
-        if (d < a->dim) gaussian_terms(dtype, a->q, mean, deviation, d, a->dim - d, &sum, &squares);
-        float bias = 0.0f;
-        if (a->slope != 0.0f) bias = a->slope * (0.5f * (float)(a->first[p] - a->q_token) + 0.5f * (float)(a->last[p] - a->q_token));
-        a->mean[p] = vf_sum(sum) + bias;
-        const float square = vf_sum(squares);
-        a->deviation[p] = out_of_range(square) ? extreme_deviation(dtype, a, deviation) : sqrtf(square);
+    for (int p = 0; p < a->n; p += PAGES_AT_ONCE) {
+        vp fold[2 * PAGES_AT_ONCE];
+        float sums[2 * PAGES_AT_ONCE];
+        EKV_UNROLL
+        for (int i = 0; i < PAGES_AT_ONCE; i++) {
+            const char *mean = a->moments[p + i < a->n ? p + i : a->n - 1], *deviation = mean + bytes * (size_t)a->dim;
+            vf sum = vf_set1(0.0f), squares = sum;
+            int d = 0;
+            for (; d + VEC_LANES <= a->dim; d += VEC_LANES)
+                gaussian_terms(dtype, a->q, mean, deviation, d, VEC_LANES, &sum, &squares);
+            if (d < a->dim) gaussian_terms(dtype, a->q, mean, deviation, d, a->dim - d, &sum, &squares);
+            fold[i] = vf_fold(sum);
+            fold[PAGES_AT_ONCE + i] = vf_fold(squares);
+        }
+        vp_sum8(fold, sums);
+        for (int i = 0; i < PAGES_AT_ONCE && p + i < a->n; i++) {
+            float bias = 0.0f;
+            if (a->slope != 0.0f)
+                bias = a->slope * (0.5f * (float)(a->first[p + i] - a->q_token) + 0.5f * (float)(a->last[p + i] - a->q_token));
+            const float square = sums[PAGES_AT_ONCE + i];
+            a->mean[p + i] = sums[i] + bias;
+            a->deviation[p + i] = out_of_range(square)
+                                      ? extreme_deviation(dtype, a, (const char *)a->moments[p + i] + bytes * (size_t)a->dim)
+                                      : sqrtf(square);
+        }
     }
 }
 

@@ -1,17 +1,19 @@
 /*
  * Scores of a tile of keys.
  *
- * Each key is converted to float once for every VEC_QUERIES rows, whose sums stay in registers; a tile is small enough that its keys
- * come from the first-level cache for the rows after those.  Eight sums are reduced at once.
+ * Each key is converted to float once for up to VEC_QUERIES rows, whose sums stay in registers; a tile is small enough that its keys
+ * come from the first-level cache for the rows after those.  Eight sums are reduced at once.  The sum of a lane starts with its first
+ * product and goes on in the order of the dimensions.
  */
 #ifndef EKV_SCORE_H
 #define EKV_SCORE_H
 
-/* Dot products of one key with `rows` queries (a constant), folded to eight lanes. */
-EKV_INLINE void dot_fold(ekv_dtype dtype, const float *const *q, int rows, const void *key, int dim, v8 *fold) {
+/* Dot products of one key with `rows` queries (a constant, at least 1; so is dim where it pays), on their way down the tree. */
+EKV_INLINE void dot_fold(ekv_dtype dtype, const float *const *q, int rows, const void *key, int dim, vp *fold) {
     vf sum[VEC_QUERIES];
-    for (int r = 0; r < rows; r++) sum[r] = vf_set1(0.0f);
-    int d = 0;
+    const vf first = dim >= VEC_LANES ? vf_load_any(dtype, key, 0) : vf_load_any_n(dtype, key, 0, dim);
+    for (int r = 0; r < rows; r++) sum[r] = vf_mul(vf_load(q[r]), first);
+    int d = VEC_LANES;
     for (; d + VEC_LANES <= dim; d += VEC_LANES) {
         const vf k = vf_load_any(dtype, key, d);
         for (int r = 0; r < rows; r++) sum[r] = vf_add(sum[r], vf_mul(vf_load(q[r] + d), k));
@@ -24,14 +26,14 @@ EKV_INLINE void dot_fold(ekv_dtype dtype, const float *const *q, int rows, const
 }
 
 /* All keys of the tile for `rows` queries (a constant).  The last group of eight repeats the last key. */
-EKV_INLINE void score_rows(ekv_dtype dtype, const ekv_score_args *a, int first_row, int rows) {
-    v8 fold[8 * VEC_QUERIES];
+EKV_INLINE void score_rows(ekv_dtype dtype, const ekv_score_args *a, int dim, int first_row, int rows) {
+    const float *const *q = a->q + first_row;
     for (int i = 0; i < a->n; i += 8) {
-        for (int j = 0; j < 8; j++) {
-            const int key = i + j < a->n ? i + j : a->n - 1;
-            dot_fold(dtype, a->q + first_row, rows, a->keys[key], a->dim, fold + j);
-        }
-        for (int r = 0; r < rows; r++) v8_sum8(fold + 8 * r, a->z + (size_t)(first_row + r) * EKV_TILE + i);
+        vp fold[8 * VEC_QUERIES];
+        for (int j = i; first_row == 0 && a->ahead && j < a->n && j < i + 8; j++) prefetch(a->ahead[j], a->ahead_bytes);
+        EKV_UNROLL
+        for (int j = 0; j < 8; j++) dot_fold(dtype, q, rows, a->keys[i + j < a->n ? i + j : a->n - 1], dim, fold + j);
+        for (int r = 0; r < rows; r++) vp_sum8(fold + 8 * r, a->z + (size_t)(first_row + r) * EKV_TILE + i);
     }
 }
 
@@ -43,11 +45,22 @@ EKV_INLINE void add_bias(const ekv_score_args *a, int row) {
         vf_store(z + i, vf_add(vf_load(z + i), vf_mul(slope, vf_from_i32(a->token + i, a->q_token[row]))));
 }
 
-EKV_INLINE void score(ekv_dtype dtype, ekv_score_args *a) {
+EKV_INLINE void score_dim(ekv_dtype dtype, const ekv_score_args *a, int dim) {
     int r = 0;
-    for (; r + VEC_QUERIES <= a->rows; r += VEC_QUERIES) score_rows(dtype, a, r, VEC_QUERIES);
-    for (; r < a->rows; r++) score_rows(dtype, a, r, 1);
-    for (r = 0; r < a->rows; r++)
+    if (dim != 128) /* unrolled that far, four queries leave no registers for their sums */
+        for (; r + VEC_QUERIES <= a->rows; r += VEC_QUERIES) score_rows(dtype, a, dim, r, VEC_QUERIES);
+    for (; VEC_QUERIES >= 2 && r + 2 <= a->rows; r += 2) score_rows(dtype, a, dim, r, VEC_QUERIES >= 2 ? 2 : 1);
+    for (; r < a->rows; r++) score_rows(dtype, a, dim, r, 1);
+}
+
+EKV_INLINE void score(ekv_dtype dtype, ekv_score_args *a) {
+    if (a->dim == 64)
+        score_dim(dtype, a, 64);
+    else if (a->dim == 128)
+        score_dim(dtype, a, 128);
+    else
+        score_dim(dtype, a, a->dim);
+    for (int r = 0; r < a->rows; r++)
         if (a->slope[r] != 0.0f) add_bias(a, r);
 }
 

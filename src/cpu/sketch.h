@@ -15,7 +15,7 @@ static void rotate(const ekv_basis *basis, const float *x, float *y) {
     const float slope = 0.0f;
     const int32_t q_token = 0;
     for (int32_t a = 0; a < basis->axes; a++) rows[a] = basis->project + (size_t)a * stride;
-    ekv_score_args s = {&x, &slope, &q_token, 1, rows, token, basis->axes, basis->dim, y};
+    ekv_score_args s = {&x, &slope, &q_token, 1, rows, token, basis->axes, basis->dim, y, NULL, 0};
     score(EKV_F32, &s);
 }
 
@@ -103,15 +103,33 @@ EKV_INLINE void encode(ekv_dtype dtype, ekv_encode_args *a) {
     }
 }
 
+#define LOOKUP_SUMS 4 /* sums of 32 tokens that are in registers at once */
+
 static void lookup(ekv_lookup_args *a) {
-    for (int g = 0; g < a->groups; g += 2) { /* two groups at a time; an odd last one is looked up twice */
-        const uint8_t *first = a->group[g], *second = a->group[g + 1 < a->groups ? g + 1 : g];
-        vs sum = vs_zero();
-        for (int c = 0; c < a->codes; c += 2)
-            sum = vs_add_lookup(sum, first + (size_t)c * (EKV_SKETCH_GROUP / 2), second + (size_t)c * (EKV_SKETCH_GROUP / 2),
-                                a->low + 16 * c, a->high + 16 * c);
-        vs_store(a->sum + (size_t)g * EKV_SKETCH_GROUP, sum, g + 1 < a->groups ? 32 : 16);
+    vs_table table[(EKV_SKETCH_CODES + EKV_SKETCH_NORMS) / 2];
+    for (int c = 0; c < a->codes / 2; c++) table[c] = vs_table_of(a->table + 32 * c);
+    for (int g = 0; g < a->groups; g += 2 * LOOKUP_SUMS) {
+        const uint8_t *group[2 * LOOKUP_SUMS];
+        vs sum[LOOKUP_SUMS];
+        for (int i = 0; i < LOOKUP_SUMS; i++) { /* behind the last group it is looked up again */
+            const int first = g + 2 * i < a->groups ? g + 2 * i : a->groups - 1, second = first + 1 < a->groups ? first + 1 : first;
+            group[2 * i] = a->group[first];
+            group[2 * i + 1] = a->group[second];
+            sum[i] = vs_set(a->start[first], a->start[second]);
+        }
+        for (int c = 0; c < a->codes / 2; c++)
+            for (int i = 0; i < LOOKUP_SUMS; i++)
+                sum[i] = vs_add_lookup(sum[i], group[2 * i] + c * EKV_SKETCH_GROUP, group[2 * i + 1] + c * EKV_SKETCH_GROUP, table + c);
+        for (int i = 0; i < LOOKUP_SUMS && g + 2 * i < a->groups; i++)
+            vs_store(a->sum + (size_t)(g + 2 * i) * EKV_SKETCH_GROUP, sum[i], g + 2 * i + 1 < a->groups ? 32 : 16);
     }
+}
+
+static void above(ekv_above_args *a) {
+    int t = 0;
+    for (; t + 64 <= a->n; t += 64)
+        a->bits[t / 64] |= vs_above(a->sum + t, a->limit) | (uint64_t)vs_above(a->sum + t + 32, a->limit) << 32;
+    for (; t < a->n; t++) a->bits[t / 64] |= (uint64_t)(a->sum[t] > a->limit) << t % 64;
 }
 
 #endif

@@ -14,9 +14,9 @@
  * Each vec_<isa>.h defines:
  *   vf   vf_set1 vf_load vf_load_n vf_load_f16 vf_load_f16_n vf_load_bf16 vf_load_bf16_n vf_store vf_store_n
  *        vf_store_f16 vf_store_bf16 vf_from_i32 vf_add vf_sub vf_mul vf_max vf_min vf_abs vf_sqrt vf_le vf_exp
- *   v8   (8 partial sums of one vf)  vf_fold v8_sum8
+ *   vp   (a vf on its way down the tree of sums)  vf_fold vp_sum8
  *   vd   vd_set1 vd_load vd_load_f32 vd_store_f32 vd_add vd_sub vd_mul vd_div vd_max vd_min vd_sum vd_exp vd_erfc vd_pow
- *   vs   vs_zero vs_add_lookup vs_store
+ *   vs   vs_set vs_table_of vs_add_lookup vs_store vs_above
  * To add an instruction set, copy vec_scalar.h, which is the definition of what each operation returns.
  *
  * Everything here and in the kernel headers is static: these files are compiled several times with different flags, and a shared
@@ -40,11 +40,18 @@
 #define VEC_LANES 32
 #define VEC_DOUBLES 8
 
-/* A function of a kernel that must be inlined, so that its constant arguments (dtype, block size) are folded. */
+/* A function of a kernel that must be inlined, so that its constant arguments (dtype, block size) are folded; a loop whose arrays of
+ * vectors become registers. */
 #if defined(__GNUC__)
 #define EKV_INLINE static inline __attribute__((always_inline, unused))
+#if defined(__clang__)
+#define EKV_UNROLL _Pragma("unroll")
+#else
+#define EKV_UNROLL _Pragma("GCC unroll 8")
+#endif
 #else
 #define EKV_INLINE static inline
+#define EKV_UNROLL
 #endif
 
 #if defined(EKV_ISA_SCALAR)
@@ -60,6 +67,15 @@
 #endif
 
 /* What the instruction sets share, written over the operations above. */
+
+/* Asks for the lines of [p, p + bytes). */
+EKV_INLINE void prefetch(const void *p, int bytes) {
+#if defined(__GNUC__)
+    for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)p + at);
+#else
+    (void)p, (void)bytes;
+#endif
+}
 
 /* 32 elements of a stored row as floats; dtype is a constant wherever this is called. */
 EKV_INLINE vf vf_load_any(ekv_dtype dtype, const void *row, ptrdiff_t at) {
@@ -90,10 +106,10 @@ EKV_INLINE void vf_store_any_n(ekv_dtype dtype, void *row, ptrdiff_t at, vf x, i
 
 /* The sum of the lanes, by the tree. */
 EKV_INLINE float vf_sum(vf x) {
-    v8 fold[VEC_DOUBLES];
+    vp fold[VEC_DOUBLES];
     float sums[8];
     for (int i = 0; i < 8; i++) fold[i] = vf_fold(x);
-    v8_sum8(fold, sums);
+    vp_sum8(fold, sums);
     return sums[0];
 }
 
@@ -105,6 +121,29 @@ EKV_INLINE float vf_max_lane(vf x) {
         for (int i = 0; i < half; i++) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
     return lane[0];
 }
+
+#if defined(__GNUC__)
+EKV_INLINE int lowest_bit(uint32_t mask) { return __builtin_ctz(mask); }
+#else
+EKV_INLINE int lowest_bit(uint32_t mask) {
+    int i = 0;
+    while (!(mask >> i & 1u)) i++;
+    return i;
+}
+#endif
+
+/* Copies the floats and numbers that are marked to where they may overlap from below; returns how many. */
+#if !defined(VEC_HAS_PACK)
+EKV_INLINE int vec_pack(float *to_z, int32_t *to_token, const float *z, const int32_t *token, uint32_t mask) {
+    int count = 0;
+    for (; mask; mask &= mask - 1) {
+        const int i = lowest_bit(mask);
+        to_z[count] = z[i];
+        to_token[count++] = token[i];
+    }
+    return count;
+}
+#endif
 
 /* n floats (n <= 8) as doubles, the rest `fill`. */
 EKV_INLINE vd vd_load_f32_n(const float *p, int n, float fill) {

@@ -11,10 +11,11 @@
 #include <immintrin.h>
 
 typedef struct { __m256 v[4]; } vf;
-typedef __m256 v8;
+typedef __m256 vp;
 typedef struct { __m256d v[2]; } vd;
 
 #define VEC_QUERIES 2 /* query rows that the score kernel keeps in registers at once: 8 sums and 4 parts of a key in 16 registers */
+#define VEC_SUMS 2    /* vectors of sums that the accumulate kernel keeps in registers */
 
 #define VF_EACH(expression) \
     vf r;                   \
@@ -86,10 +87,10 @@ EKV_INLINE uint32_t vf_le(vf a, vf b) {
     return mask;
 }
 
-EKV_INLINE v8 vf_fold(vf a) { return _mm256_add_ps(_mm256_add_ps(a.v[0], a.v[2]), _mm256_add_ps(a.v[1], a.v[3])); }
+EKV_INLINE vp vf_fold(vf a) { return _mm256_add_ps(_mm256_add_ps(a.v[0], a.v[2]), _mm256_add_ps(a.v[1], a.v[3])); }
 
 /* Adds by transposing: each level halves the number of registers and adds the halves of two sums at once. */
-EKV_INLINE void v8_sum8(const v8 a[8], float out[8]) {
+EKV_INLINE void vp_sum8(const vp a[8], float out[8]) {
     __m256 b[4], c[2];
     for (int i = 0; i < 4; i++) /* lanes j and j + 4; sum i in the low half, sum i + 4 in the high half */
         b[i] = _mm256_add_ps(_mm256_permute2f128_ps(a[i], a[i + 4], 0x20), _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
@@ -117,25 +118,41 @@ EKV_INLINE double vd_sum(vd a) {
 /* Sums of the 16-bit lanes in the order that unpacking leaves: v[0] holds tokens 0-7 and 16-23, v[1] 8-15 and 24-31. */
 typedef struct { __m256i v[2]; } vs;
 
-EKV_INLINE vs vs_zero(void) {
-    vs r = {{_mm256_setzero_si256(), _mm256_setzero_si256()}};
+/* The first 16 lanes and the last. */
+EKV_INLINE vs vs_set(uint16_t first, uint16_t second) {
+    const __m256i x = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_set1_epi16((short)first)), _mm_set1_epi16((short)second), 1);
+    vs r = {{x, x}};
     return r;
 }
 
-EKV_INLINE vs vs_add_entries(vs a, __m256i index, const uint8_t *low, const uint8_t *high) {
-    const __m256i l = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)low)), index);
-    const __m256i h = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)high)), index);
+/* Two tables of 16 entries, the low and the high bytes of each apart. */
+typedef struct { __m128i low[2], high[2]; } vs_table;
+
+EKV_INLINE vs_table vs_table_of(const uint16_t *entries) {
+    const __m128i mask = _mm_set1_epi16(255);
+    vs_table t;
+    for (int i = 0; i < 2; i++) {
+        const __m128i a = _mm_loadu_si128((const __m128i *)(entries + 16 * i)), b = _mm_loadu_si128((const __m128i *)(entries + 16 * i + 8));
+        t.low[i] = _mm_packus_epi16(_mm_and_si128(a, mask), _mm_and_si128(b, mask));
+        t.high[i] = _mm_packus_epi16(_mm_srli_epi16(a, 8), _mm_srli_epi16(b, 8));
+    }
+    return t;
+}
+
+EKV_INLINE vs vs_add_entries(vs a, __m256i index, __m128i low, __m128i high) {
+    const __m256i l = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(low), index);
+    const __m256i h = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(high), index);
     a.v[0] = _mm256_adds_epu16(a.v[0], _mm256_unpacklo_epi8(l, h));
     a.v[1] = _mm256_adds_epu16(a.v[1], _mm256_unpackhi_epi8(l, h));
     return a;
 }
 
-EKV_INLINE vs vs_add_lookup(vs a, const uint8_t *first, const uint8_t *second, const uint8_t *low, const uint8_t *high) {
+EKV_INLINE vs vs_add_lookup(vs a, const uint8_t *first, const uint8_t *second, const vs_table *t) {
     const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)first)),
                                                   _mm_loadu_si128((const __m128i *)second), 1);
     const __m256i mask = _mm256_set1_epi8(15);
-    a = vs_add_entries(a, _mm256_and_si256(bytes, mask), low, high);
-    return vs_add_entries(a, _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask), low + 16, high + 16);
+    a = vs_add_entries(a, _mm256_and_si256(bytes, mask), t->low[0], t->high[0]);
+    return vs_add_entries(a, _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask), t->low[1], t->high[1]);
 }
 
 EKV_INLINE void vs_store(uint16_t *p, vs a, int n) {
@@ -144,6 +161,14 @@ EKV_INLINE void vs_store(uint16_t *p, vs a, int n) {
     if (n <= 16) return;
     _mm_storeu_si128((__m128i *)(p + 16), _mm256_extracti128_si256(a.v[0], 1));
     _mm_storeu_si128((__m128i *)(p + 24), _mm256_extracti128_si256(a.v[1], 1));
+}
+
+/* Bit i: p[i] > limit. */
+EKV_INLINE uint32_t vs_above(const uint16_t *p, uint16_t limit) {
+    const __m256i zero = _mm256_setzero_si256(), l = _mm256_set1_epi16((short)limit);
+    const __m256i a = _mm256_cmpeq_epi16(_mm256_subs_epu16(_mm256_loadu_si256((const __m256i *)p), l), zero);
+    const __m256i b = _mm256_cmpeq_epi16(_mm256_subs_epu16(_mm256_loadu_si256((const __m256i *)(p + 16)), l), zero);
+    return ~(uint32_t)_mm256_movemask_epi8(_mm256_permute4x64_epi64(_mm256_packs_epi16(a, b), 0xd8));
 }
 
 #if EKV_WITH_SLEEF

@@ -10,10 +10,11 @@
 #include <immintrin.h>
 
 typedef struct { __m512 v[2]; } vf;
-typedef __m256 v8;
+typedef __m512 vp;
 typedef __m512d vd;
 
 #define VEC_QUERIES 4 /* query rows that the score kernel keeps in registers at once: 8 sums and 2 parts of a key in 32 registers */
+#define VEC_SUMS 8    /* vectors of sums that the accumulate kernel keeps in registers */
 
 #define VF_EACH(expression) \
     vf r;                   \
@@ -69,19 +70,36 @@ EKV_INLINE uint32_t vf_le(vf a, vf b) {
     return (uint32_t)_mm512_cmp_ps_mask(a.v[0], b.v[0], _CMP_LE_OQ) | (uint32_t)_mm512_cmp_ps_mask(a.v[1], b.v[1], _CMP_LE_OQ) << 16;
 }
 
-EKV_INLINE v8 vf_fold(vf a) {
-    const __m512 x = _mm512_add_ps(a.v[0], a.v[1]); /* i and i + 16 */
-    return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+/* See vec.h. */
+#define VEC_HAS_PACK
+EKV_INLINE int vec_pack(float *to_z, int32_t *to_token, const float *z, const int32_t *token, uint32_t mask) {
+    int count = 0;
+    for (int i = 0; i < 32; i += 16) {
+        const __mmask16 chosen = (__mmask16)(mask >> i);
+        const int n = __builtin_popcount(chosen);
+        const __m512 x = _mm512_maskz_compress_ps(chosen, _mm512_maskz_loadu_ps(chosen, z + i));
+        const __m512i t = _mm512_maskz_compress_epi32(chosen, _mm512_maskz_loadu_epi32(chosen, token + i));
+        _mm512_mask_storeu_ps(to_z + count, first_lanes(n), x);
+        _mm512_mask_storeu_epi32(to_token + count, first_lanes(n), t);
+        count += n;
+    }
+    return count;
 }
 
-/* Adds by transposing: each level halves the number of registers and adds the halves of two sums at once. */
-EKV_INLINE void v8_sum8(const v8 a[8], float out[8]) {
-    __m256 b[4], c[2];
-    for (int i = 0; i < 4; i++) /* lanes j and j + 4; sum i in the low half, sum i + 4 in the high half */
-        b[i] = _mm256_add_ps(_mm256_permute2f128_ps(a[i], a[i + 4], 0x20), _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
-    for (int i = 0; i < 2; i++) /* lanes j and j + 2 */
-        c[i] = _mm256_add_ps(_mm256_shuffle_ps(b[2 * i], b[2 * i + 1], 0x44), _mm256_shuffle_ps(b[2 * i], b[2 * i + 1], 0xee));
-    _mm256_storeu_ps(out, _mm256_add_ps(_mm256_shuffle_ps(c[0], c[1], 0x88), _mm256_shuffle_ps(c[0], c[1], 0xdd)));
+EKV_INLINE vp vf_fold(vf a) { return _mm512_add_ps(a.v[0], a.v[1]); } /* i and i + 16 */
+
+/* Adds by transposing: each level adds the halves of two sums at once, and the next has half as many registers. */
+EKV_INLINE void vp_sum8(const vp a[8], float out[8]) {
+    __m512 b[4], c[2], d;
+    for (int i = 0; i < 4; i++) /* lanes j and j + 8; sum i in the low half, sum i + 4 in the high half */
+        b[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[i], a[i + 4], 0x44), _mm512_shuffle_f32x4(a[i], a[i + 4], 0xee));
+    for (int i = 0; i < 2; i++) /* j and j + 4; quarters: sums i, i + 4, i + 2, i + 6 */
+        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[i], b[i + 2], 0x88), _mm512_shuffle_f32x4(b[i], b[i + 2], 0xdd));
+    /* j and j + 2; then the last two lanes of each sum stand together: 0 1, 4 5, 2 3, 6 7 */
+    d = _mm512_add_ps(_mm512_shuffle_ps(c[0], c[1], 0x44), _mm512_shuffle_ps(c[0], c[1], 0xee));
+    d = _mm512_add_ps(_mm512_shuffle_ps(d, d, 0x88), _mm512_shuffle_ps(d, d, 0xdd));
+    const __m512i order = _mm512_setr_epi32(0, 1, 8, 9, 4, 5, 12, 13, 0, 0, 0, 0, 0, 0, 0, 0);
+    _mm256_storeu_ps(out, _mm512_castps512_ps256(_mm512_permutexvar_ps(order, d)));
 }
 
 EKV_INLINE vd vd_set1(double x) { return _mm512_set1_pd(x); }
@@ -100,36 +118,36 @@ EKV_INLINE double vd_sum(vd a) {
     return _mm_cvtsd_f64(_mm_add_sd(y, _mm_unpackhi_pd(y, y)));
 }
 
-/* Sums of the 16-bit lanes in the order that unpacking leaves: v[0] holds tokens 0-7 and 16-23, v[1] 8-15 and 24-31. */
-typedef struct { __m256i v[2]; } vs;
+typedef __m512i vs;
 
-EKV_INLINE vs vs_zero(void) {
-    vs r = {{_mm256_setzero_si256(), _mm256_setzero_si256()}};
-    return r;
+/* The first 16 lanes and the last. */
+EKV_INLINE vs vs_set(uint16_t first, uint16_t second) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set1_epi16((short)first)), _mm256_set1_epi16((short)second), 1);
 }
 
-EKV_INLINE vs vs_add_entries(vs a, __m256i index, const uint8_t *low, const uint8_t *high) {
-    const __m256i l = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)low)), index);
-    const __m256i h = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)high)), index);
-    a.v[0] = _mm256_adds_epu16(a.v[0], _mm256_unpacklo_epi8(l, h));
-    a.v[1] = _mm256_adds_epu16(a.v[1], _mm256_unpackhi_epi8(l, h));
-    return a;
-}
+/* Two tables of 16 entries: the table of one permutation. */
+typedef __m512i vs_table;
 
-EKV_INLINE vs vs_add_lookup(vs a, const uint8_t *first, const uint8_t *second, const uint8_t *low, const uint8_t *high) {
+EKV_INLINE vs_table vs_table_of(const uint16_t *entries) { return _mm512_loadu_si512(entries); }
+
+EKV_INLINE vs vs_add_lookup(vs a, const uint8_t *first, const uint8_t *second, const vs_table *t) {
     const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)first)),
                                                   _mm_loadu_si128((const __m128i *)second), 1);
-    const __m256i mask = _mm256_set1_epi8(15);
-    a = vs_add_entries(a, _mm256_and_si256(bytes, mask), low, high);
-    return vs_add_entries(a, _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask), low + 16, high + 16);
+    const __m512i x = _mm512_cvtepu8_epi16(bytes); /* a permutation looks at the lowest five bits of an index */
+    const __m512i low = _mm512_and_si512(x, _mm512_set1_epi16(15)), high = _mm512_or_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi16(16));
+    return _mm512_adds_epu16(_mm512_adds_epu16(a, _mm512_permutexvar_epi16(low, *t)), _mm512_permutexvar_epi16(high, *t));
 }
 
 EKV_INLINE void vs_store(uint16_t *p, vs a, int n) {
-    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(a.v[0]));
-    _mm_storeu_si128((__m128i *)(p + 8), _mm256_castsi256_si128(a.v[1]));
-    if (n <= 16) return;
-    _mm_storeu_si128((__m128i *)(p + 16), _mm256_extracti128_si256(a.v[0], 1));
-    _mm_storeu_si128((__m128i *)(p + 24), _mm256_extracti128_si256(a.v[1], 1));
+    if (n <= 16)
+        _mm256_storeu_si256((__m256i *)p, _mm512_castsi512_si256(a));
+    else
+        _mm512_storeu_si512(p, a);
+}
+
+/* Bit i: p[i] > limit. */
+EKV_INLINE uint32_t vs_above(const uint16_t *p, uint16_t limit) {
+    return _mm512_cmpgt_epu16_mask(_mm512_loadu_si512(p), _mm512_set1_epi16((short)limit));
 }
 
 #if EKV_WITH_SLEEF

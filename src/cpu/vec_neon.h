@@ -11,10 +11,11 @@
 #include <arm_neon.h>
 
 typedef struct { float32x4_t v[8]; } vf;
-typedef struct { float32x4_t v[2]; } v8;
+typedef struct { float32x4_t v[2]; } vp;
 typedef struct { float64x2_t v[4]; } vd;
 
 #define VEC_QUERIES 2 /* query rows that the score kernel keeps in registers at once: 16 sums and 8 parts of a key in 32 registers */
+#define VEC_SUMS 2    /* vectors of sums that the accumulate kernel keeps in registers */
 
 #define VF_EACH(expression) \
     vf r;                   \
@@ -86,13 +87,13 @@ EKV_INLINE uint32_t vf_le(vf a, vf b) {
     return mask;
 }
 
-EKV_INLINE v8 vf_fold(vf a) {
-    v8 r;
+EKV_INLINE vp vf_fold(vf a) {
+    vp r;
     for (int i = 0; i < 2; i++) r.v[i] = vaddq_f32(vaddq_f32(a.v[i], a.v[i + 4]), vaddq_f32(a.v[i + 2], a.v[i + 6]));
     return r;
 }
 
-EKV_INLINE void v8_sum8(const v8 a[8], float out[8]) {
+EKV_INLINE void vp_sum8(const vp a[8], float out[8]) {
     for (int k = 0; k < 8; k++) {
         const float32x4_t x = vaddq_f32(a[k].v[0], a[k].v[1]);                        /* j and j + 4 */
         const float32x2_t y = vadd_f32(vget_low_f32(x), vget_high_f32(x));            /* j and j + 2 */
@@ -118,29 +119,56 @@ EKV_INLINE double vd_sum(vd a) {
 
 typedef struct { uint16x8_t v[4]; } vs; /* tokens in order */
 
-EKV_INLINE vs vs_zero(void) {
-    vs r = {{vdupq_n_u16(0), vdupq_n_u16(0), vdupq_n_u16(0), vdupq_n_u16(0)}};
+/* The first 16 lanes and the last. */
+EKV_INLINE vs vs_set(uint16_t first, uint16_t second) {
+    vs r = {{vdupq_n_u16(first), vdupq_n_u16(first), vdupq_n_u16(second), vdupq_n_u16(second)}};
     return r;
 }
 
+/* Two tables of 16 entries, the low and the high bytes of each apart. */
+typedef struct { uint8x16x2_t bytes[2]; } vs_table;
+
+EKV_INLINE vs_table vs_table_of(const uint16_t *entries) {
+    vs_table t;
+    for (int i = 0; i < 2; i++) {
+        const uint16x8_t a = vld1q_u16(entries + 16 * i), b = vld1q_u16(entries + 16 * i + 8);
+        t.bytes[i].val[0] = vcombine_u8(vmovn_u16(a), vmovn_u16(b));
+        t.bytes[i].val[1] = vcombine_u8(vshrn_n_u16(a, 8), vshrn_n_u16(b, 8));
+    }
+    return t;
+}
+
 /* The 16 tokens whose sums are a[0] and a[1]. */
-EKV_INLINE void vs_add_entries(uint16x8_t *a, uint8x16_t index, const uint8_t *low, const uint8_t *high) {
-    const uint8x16_t l = vqtbl1q_u8(vld1q_u8(low), index), h = vqtbl1q_u8(vld1q_u8(high), index);
+EKV_INLINE void vs_add_entries(uint16x8_t *a, uint8x16_t index, uint8x16x2_t table) {
+    const uint8x16_t l = vqtbl1q_u8(table.val[0], index), h = vqtbl1q_u8(table.val[1], index);
     a[0] = vqaddq_u16(a[0], vreinterpretq_u16_u8(vzip1q_u8(l, h)));
     a[1] = vqaddq_u16(a[1], vreinterpretq_u16_u8(vzip2q_u8(l, h)));
 }
 
-EKV_INLINE vs vs_add_lookup(vs a, const uint8_t *first, const uint8_t *second, const uint8_t *low, const uint8_t *high) {
+EKV_INLINE vs vs_add_lookup(vs a, const uint8_t *first, const uint8_t *second, const vs_table *t) {
     for (int half = 0; half < 2; half++) {
         const uint8x16_t bytes = vld1q_u8(half ? second : first);
-        vs_add_entries(a.v + 2 * half, vandq_u8(bytes, vdupq_n_u8(15)), low, high);
-        vs_add_entries(a.v + 2 * half, vshrq_n_u8(bytes, 4), low + 16, high + 16);
+        vs_add_entries(a.v + 2 * half, vandq_u8(bytes, vdupq_n_u8(15)), t->bytes[0]);
+        vs_add_entries(a.v + 2 * half, vshrq_n_u8(bytes, 4), t->bytes[1]);
     }
     return a;
 }
 
 EKV_INLINE void vs_store(uint16_t *p, vs a, int n) {
     for (int i = 0; i < n / 8; i++) vst1q_u16(p + 8 * i, a.v[i]);
+}
+
+/* Bit i: p[i] > limit. */
+EKV_INLINE uint32_t vs_above(const uint16_t *p, uint16_t limit) {
+    static const uint8_t bit[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    const uint16x8_t l = vdupq_n_u16(limit);
+    uint32_t mask = 0;
+    for (int half = 0; half < 2; half++) {
+        const uint16x8_t a = vcgtq_u16(vld1q_u16(p + 16 * half), l), b = vcgtq_u16(vld1q_u16(p + 16 * half + 8), l);
+        const uint8x16_t bits = vandq_u8(vcombine_u8(vmovn_u16(a), vmovn_u16(b)), vld1q_u8(bit));
+        mask |= ((uint32_t)vaddv_u8(vget_low_u8(bits)) | (uint32_t)vaddv_u8(vget_high_u8(bits)) << 8) << (16 * half);
+    }
+    return mask;
 }
 
 #if EKV_WITH_SLEEF

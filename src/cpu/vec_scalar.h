@@ -6,10 +6,11 @@
 #define EKV_VEC_SCALAR_H
 
 typedef struct { float v[32]; } vf;
-typedef struct { float v[8]; } v8;
+typedef struct { float v[8]; } vp;
 typedef struct { double v[8]; } vd;
 
 #define VEC_QUERIES 1 /* query rows that the score kernel keeps in registers at once */
+#define VEC_SUMS 2    /* vectors of sums that the accumulate kernel keeps in registers */
 
 /* IEEE half to float, exact: the exponent is moved by a multiplication, which also normalises subnormals. */
 EKV_INLINE float f16_to_f32(uint16_t h) {
@@ -87,15 +88,15 @@ EKV_INLINE uint32_t vf_le(vf a, vf b) {
     return mask;
 }
 
-/* The first two levels of the sum tree: 32 lanes to 8. */
-EKV_INLINE v8 vf_fold(vf a) {
-    v8 r;
+/* The first levels of the sum tree; how many, an instruction set chooses. */
+EKV_INLINE vp vf_fold(vf a) {
+    vp r;
     for (int i = 0; i < 8; i++) r.v[i] = (a.v[i] + a.v[i + 16]) + (a.v[i + 8] + a.v[i + 24]);
     return r;
 }
 
-/* The other three levels, for eight sums at once. */
-EKV_INLINE void v8_sum8(const v8 a[8], float out[8]) {
+/* The other levels, for eight sums at once. */
+EKV_INLINE void vp_sum8(const vp a[8], float out[8]) {
     for (int k = 0; k < 8; k++) {
         const float *v = a[k].v;
         out[k] = ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
@@ -119,27 +120,43 @@ EKV_INLINE double vd_sum(vd a) {
 
 typedef struct { uint16_t v[32]; } vs;
 
-EKV_INLINE vs vs_zero(void) {
-    vs r = {{0}};
+/* The first 16 lanes and the last. */
+EKV_INLINE vs vs_set(uint16_t first, uint16_t second) {
+    vs r;
+    for (int i = 0; i < 32; i++) r.v[i] = i < 16 ? first : second;
     return r;
 }
 
+/* Two tables of 16 entries, ready for look-ups. */
+typedef struct { uint16_t entry[32]; } vs_table;
+
+EKV_INLINE vs_table vs_table_of(const uint16_t *entries) {
+    vs_table t;
+    memcpy(t.entry, entries, sizeof t.entry);
+    return t;
+}
+
 /* Adds, saturating at 65535, two table entries to each lane: byte i of `first` (lanes 0 to 15) or `second` (16 to 31) holds two
- * 4-bit numbers, the low half for the table at low[0..15] and high[0..15] (its entries' two bytes), the high half for the table
- * 16 bytes further. */
-EKV_INLINE vs vs_add_lookup(vs a, const uint8_t *first, const uint8_t *second, const uint8_t *low, const uint8_t *high) {
+ * 4-bit numbers, the low half for the first table, the high half for the second. */
+EKV_INLINE vs vs_add_lookup(vs a, const uint8_t *first, const uint8_t *second, const vs_table *t) {
     for (int i = 0; i < 32; i++) {
         const uint8_t byte = i < 16 ? first[i] : second[i - 16];
-        const unsigned x = byte & 15u, y = 16u + (byte >> 4);
-        uint32_t sum = a.v[i] + (uint32_t)(low[x] | high[x] << 8);
+        uint32_t sum = a.v[i] + (uint32_t)t->entry[byte & 15u];
         sum = sum > 65535u ? 65535u : sum;
-        sum += (uint32_t)(low[y] | high[y] << 8);
+        sum += t->entry[16u + (byte >> 4)];
         a.v[i] = (uint16_t)(sum > 65535u ? 65535u : sum);
     }
     return a;
 }
 /* The first n lanes, n = 16 or 32. */
 EKV_INLINE void vs_store(uint16_t *p, vs a, int n) { memcpy(p, a.v, (size_t)n * sizeof(uint16_t)); }
+
+/* Bit i: p[i] > limit. */
+EKV_INLINE uint32_t vs_above(const uint16_t *p, uint16_t limit) {
+    uint32_t mask = 0;
+    for (int i = 0; i < 32; i++) mask |= (uint32_t)(p[i] > limit) << i;
+    return mask;
+}
 
 #if EKV_WITH_SLEEF
 EKV_INLINE vf vf_exp(vf a) { VF_EACH(Sleef_cinz_expf1_u10purec(a.v[i])); }

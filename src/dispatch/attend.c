@@ -34,11 +34,11 @@ static void scan_begin(const ekv_step *step, const ekv_item *item, ekv_row *row,
     const int64_t index = (int64_t)(row - item->row) * item->spans + span;
     s->row = row;
     s->part = &item->part[index];
-    *s->part = (ekv_part){0, -INFINITY, 0.0, false};
+    *s->part = (ekv_part){.z_max = -INFINITY};
     s->sum = item->values + (size_t)index * ekv_padded(step->kv.v_dim);
     s->list_z = row->list_z ? row->list_z + (size_t)span * EKV_SPAN : NULL;
     s->list_token = row->list_token ? row->list_token + (size_t)span * EKV_SPAN : NULL;
-    s->threshold = -INFINITY;
+    s->threshold = row->cut;
     s->tau = -1.0f;
     s->resolve_at = RESOLVE_EVERY;
     if (row->softmax) memset(s->sum, 0, (size_t)step->kv.v_dim * sizeof(float));
@@ -71,38 +71,37 @@ static void scan_entmax(const ekv_step *step, scan_row *s, const tile *t, int n,
     if (s->part->count >= s->resolve_at) raise_threshold(step, s);
 }
 
-static float exp_of(const ekv_step *step, float x) {
+static float exp_of(const ekv_step *step, float x) { /* x <= 0 */
     float weight[1];
     ekv_softmax_args a = {&x, 1, 0.0f, weight, 0.0};
     step->kernels->softmax(&a);
     return weight[0];
 }
 
-static void scan_softmax(const ekv_step *step, scan_row *s, const tile *t, int n, const float *z) {
+/* Turns the scores z[0, n) of a tile into weights and brings the row's running sum to their scale.  False if nothing is to be added. */
+static bool weigh_softmax(const ekv_step *step, scan_row *s, int n, float *z) {
     ekv_part *part = s->part;
-    float z_max = part->z_max, weight[EKV_TILE];
-    for (int i = 0; i < n; i++) z_max = z[i] > z_max || z[i] != z[i] ? z[i] : z_max;
-    if (z_max == -INFINITY) return;
-    if (z_max > part->z_max && part->used) {
+    ekv_softmax_args exponentials = {z, n, part->z_max, z, 0.0};
+    step->kernels->softmax(&exponentials);
+    const float z_max = exponentials.z_max;
+    if (z_max == -INFINITY) return false;
+    if (!(z_max <= part->z_max) && part->used) {
         const float factor = exp_of(step, part->z_max - z_max);
         for (int32_t d = 0; d < step->kv.v_dim; d++) s->sum[d] *= factor;
         part->sum *= (double)factor;
     }
     part->z_max = z_max;
     part->used = true;
-    ekv_softmax_args exponentials = {z, n, z_max, weight, 0.0};
-    step->kernels->softmax(&exponentials);
     part->sum += exponentials.sum;
-    ekv_accumulate_args add = {t->values, weight, n, step->kv.v_dim, s->sum};
-    step->kernels->accumulate[step->kv.dtype](&add);
+    return true;
 }
 
 static bool reads(const ekv_row *row, int32_t token, int64_t page) {
     return token < row->n && (!row->selected || row->selected[page]);
 }
 
-/* Scores a tile for the rows that read it (which need not see all of it: a row sees a prefix). */
-static void scan_tile(const ekv_step *step, const ekv_item *item, scan_row *rows, const tile *t) {
+/* Scores a tile for the rows that read it (which need not see all of it: a row sees a prefix).  `next` is prefetched meanwhile. */
+static void scan_tile(const ekv_step *step, const ekv_item *item, scan_row *rows, const tile *t, const tile *next) {
     float z[EKV_ITEM_ROWS * EKV_TILE];
     const float *q[EKV_ITEM_ROWS];
     float slope[EKV_ITEM_ROWS];
@@ -117,20 +116,34 @@ static void scan_tile(const ekv_step *step, const ekv_item *item, scan_row *rows
         q_token[n] = row->q_token;
         active[n++] = &rows[r];
     }
-    ekv_score_args score = {q, slope, q_token, n, t->keys, t->token, t->n, step->kv.k_dim, z};
+    const size_t element = ekv_element_bytes(step->kv.dtype);
+    const void *const *next_keys = next->n >= t->n ? next->keys : NULL;
+    const bool softmax = t->values[0] != NULL;
+    ekv_score_args score = {q, slope, q_token, n, t->keys, t->token, t->n, step->kv.k_dim, z, softmax ? t->values : next_keys,
+                            (int)element * (softmax ? step->kv.v_dim : step->kv.k_dim)};
     step->kernels->score[step->kv.dtype](&score);
+    const float *weight[EKV_ITEM_ROWS];
+    float *sum[EKV_ITEM_ROWS];
+    int adding = 0;
     for (int a = 0; a < n; a++) {
         int seen = t->n;
         while (t->token[seen - 1] >= active[a]->row->n) seen--;
-        if (active[a]->row->softmax)
-            scan_softmax(step, active[a], t, seen, z + a * EKV_TILE);
-        else
+        if (!active[a]->row->softmax) {
             scan_entmax(step, active[a], t, seen, z + a * EKV_TILE);
+        } else if (weigh_softmax(step, active[a], seen, z + a * EKV_TILE)) {
+            for (int i = seen; i < t->n; i++) z[a * EKV_TILE + i] = 0.0f;
+            weight[adding] = z + a * EKV_TILE;
+            sum[adding++] = active[a]->sum;
+        }
     }
+    if (adding == 0) return;
+    ekv_accumulate_args add = {t->values, weight, adding, t->n, step->kv.v_dim, sum, next_keys, (int)element * step->kv.k_dim};
+    step->kernels->accumulate[step->kv.dtype](&add);
 }
 
 /* Whether the same rows read both pages. */
 static bool same_readers(const ekv_item *item, int64_t a, int64_t b) {
+    if (item->needed) return true;
     for (int32_t r = 0; r < item->rows; r++) {
         const ekv_row *row = &item->row[r];
         if (row->selected && a < row->pages && b < row->pages && row->selected[a] != row->selected[b]) return false;
@@ -139,52 +152,97 @@ static bool same_readers(const ekv_item *item, int64_t a, int64_t b) {
 }
 
 static bool anyone_reads(const ekv_item *item, int32_t token, int64_t page) {
+    if (item->needed) return item->needed[page]; /* certified: one mask for all rows */
     for (int32_t r = 0; r < item->rows; r++)
         if (reads(&item->row[r], token, page)) return true;
     return false;
 }
 
+/* Two tiles: one is filled while the other waits, so that its successor is known when it is scored. */
+typedef struct tiles {
+    tile tile[2];
+    int filling;
+    bool values; /* some row is softmax */
+} tiles;
+
+/* Scores the tile that waits, and lets the one that was filled wait. */
+static void tiles_turn(const ekv_step *step, const ekv_item *item, scan_row *rows, tiles *t) {
+    tile *waiting = &t->tile[1 - t->filling];
+    if (waiting->n > 0) scan_tile(step, item, rows, waiting, &t->tile[t->filling]);
+    waiting->n = 0;
+    t->filling = 1 - t->filling;
+}
+
+/* Adds tokens [begin, end) of a page. */
+static void tiles_add(const ekv_step *step, const ekv_item *item, scan_row *rows, tiles *t, int64_t page, int32_t begin, int32_t end) {
+    const ekv_kv *kv = &step->kv;
+    const int64_t block = ekv_block(item, page), k_step = kv->k_token_stride * (int64_t)ekv_element_bytes(kv->dtype),
+                  v_step = kv->v_token_stride * (int64_t)ekv_element_bytes(kv->dtype);
+    const char *key = ekv_key(kv, block, begin % kv->page_size, item->head);
+    const char *value = ekv_value(kv, block, begin % kv->page_size, item->head);
+    while (begin < end) {
+        tile *to = &t->tile[t->filling];
+        const int n = end - begin < EKV_TILE - to->n ? end - begin : EKV_TILE - to->n;
+        for (int i = 0; i < n; i++) {
+            to->token[to->n + i] = begin + i;
+            to->keys[to->n + i] = key + i * k_step;
+        }
+        for (int i = 0; i < n && t->values; i++) to->values[to->n + i] = value + i * v_step;
+        key += n * k_step;
+        value += n * v_step;
+        begin += n;
+        to->n += n;
+        if (to->n == EKV_TILE) tiles_turn(step, item, rows, t);
+    }
+}
+
 void ekv_scan(const ekv_step *step, ekv_item *item, int32_t span) {
     scan_row rows[EKV_ITEM_ROWS];
-    tile t;
-    for (int32_t r = 0; r < item->rows; r++) scan_begin(step, item, &item->row[r], span, &rows[r]);
-    memset(t.token, 0, sizeof t.token);
-    t.n = 0;
+    tiles t = {.filling = 0};
+    for (int32_t r = 0; r < item->rows; r++) {
+        scan_begin(step, item, &item->row[r], span, &rows[r]);
+        t.values |= item->row[r].softmax;
+    }
+    const bool selective = item->rows > 0 && item->row[0].selected;
     const int32_t page_size = step->kv.page_size, begin = span * EKV_SPAN;
     const int32_t end = (int32_t)ekv_min64(item->n, (int64_t)begin + EKV_SPAN);
-    int64_t tile_page = 0;
+    int64_t before = -1; /* the page that was added last */
     for (int32_t token = begin; token < end;) {
-        const int64_t page = token / page_size, block = ekv_block(item, page);
+        const int64_t page = token / page_size;
         const int32_t page_end = (int32_t)ekv_min64(end, (page + 1) * page_size);
-        if (step->sparse && !anyone_reads(item, token, page)) {
-            token = page_end;
-            continue;
+        if (!selective || anyone_reads(item, token, page)) {
+            if (selective && before >= 0 && t.tile[t.filling].n > 0 && !same_readers(item, before, page)) tiles_turn(step, item, rows, &t);
+            tiles_add(step, item, rows, &t, page, token, page_end);
+            before = page;
         }
-        if (t.n > 0 && step->sparse && !same_readers(item, tile_page, page)) {
-            scan_tile(step, item, rows, &t);
-            t.n = 0;
-        }
-        if (t.n == 0) tile_page = page;
-        for (; token < page_end && t.n < EKV_TILE; token++, t.n++) {
-            t.token[t.n] = token;
-            t.keys[t.n] = ekv_key(&step->kv, block, token % page_size, item->head);
-            t.values[t.n] = ekv_value(&step->kv, block, token % page_size, item->head);
-        }
-        if (t.n < EKV_TILE) continue;
-        scan_tile(step, item, rows, &t);
-        t.n = 0;
+        token = page_end;
     }
-    if (t.n > 0) scan_tile(step, item, rows, &t);
+    tiles_turn(step, item, rows, &t);
+    tiles_turn(step, item, rows, &t);
 }
 
 /* ---- finish ---- */
+
+static int64_t count_ones(uint64_t x) { /* by halves, quarters and so on: the baseline has no instruction for it */
+    x -= x >> 1 & UINT64_C(0x5555555555555555);
+    x = (x & UINT64_C(0x3333333333333333)) + (x >> 2 & UINT64_C(0x3333333333333333));
+    return (int64_t)(((x + (x >> 4)) & UINT64_C(0x0f0f0f0f0f0f0f0f)) * UINT64_C(0x0101010101010101) >> 56);
+}
+
+/* Bits that are set among the first n. */
+static int64_t count_bits(const uint64_t *bits, int64_t n) {
+    int64_t count = 0, w = 0;
+    for (; (w + 1) * 64 <= n; w++) count += count_ones(bits[w]);
+    return n % 64 ? count + count_ones(bits[w] & ((UINT64_C(1) << n % 64) - 1)) : count;
+}
 
 /* Moves the spans' lists together, leaving out what the best lower bound of all spans rules out. */
 static void merge_lists(const ekv_step *step, const ekv_item *item, ekv_row *row) {
     const ekv_part *part = &item->part[(int64_t)(row - item->row) * item->spans];
     float z_max = -INFINITY;
     for (int32_t s = 0; s < item->spans; s++) z_max = part[s].z_max > z_max ? part[s].z_max : z_max;
-    const float threshold = z_max > -INFINITY ? ekv_threshold(z_max, -1.0 - EKV_MARGIN) : -INFINITY;
+    const float unit = z_max > -INFINITY ? ekv_threshold(z_max, -1.0 - EKV_MARGIN) : -INFINITY;
+    const float threshold = unit > row->cut ? unit : row->cut;
     int64_t count = 0;
     for (int32_t s = 0; s < item->spans; s++) {
         const size_t from = (size_t)s * EKV_SPAN;
@@ -216,17 +274,14 @@ void ekv_finish(const ekv_step *step, ekv_item *item, ekv_row *row) {
     row->mass = row->error = NAN;
     row->certified = false;
     if (step->certified) {
-        for (int32_t t = 0; t < row->n; t++) row->read_tokens += item->read[t];
+        row->read_tokens = count_bits(item->read, row->n);
         for (int32_t s = 0; s < item->spans; s++) skipped += item->part[(int64_t)(row - item->row) * item->spans + s].sum;
     }
     if (row->read_tokens > 0) {
         if (row->softmax) {
             finish_softmax(item, row);
         } else {
-            if (step->certified)
-                ekv_certify_list(item, row, true);
-            else
-                merge_lists(step, item, row);
+            merge_lists(step, item, row);
             ekv_solve_args solve = {row->list_z, row->list_token, row->list_count, row->alpha, row->weight, 0, 0.0};
             step->kernels->solve(&solve);
             row->list_count = row->support = solve.support;
@@ -272,7 +327,8 @@ void ekv_values(const ekv_step *step, ekv_item *item, int32_t span) {
                 values[n] = ekv_value(&step->kv, ekv_block(item, token / page_size), token % page_size, item->head);
                 ekv_prefetch(values[n], (size_t)step->kv.v_dim * ekv_element_bytes(step->kv.dtype));
             }
-            ekv_accumulate_args add = {values, row->weight + i, n, step->kv.v_dim, sum};
+            const float *weight = row->weight + i;
+            ekv_accumulate_args add = {values, &weight, 1, n, step->kv.v_dim, &sum, NULL, 0};
             step->kernels->accumulate[step->kv.dtype](&add);
             i += n;
         }
@@ -309,28 +365,24 @@ static void mark_pages(const ekv_step *step, const ekv_item *item, const ekv_row
 
 /* Tokens of which some row reads the value: its support, or for softmax all that it reads. */
 static int64_t union_support(const ekv_step *step, const ekv_item *item) {
-    const int64_t words = item->n / 64 + 1;
-    int64_t count = 0;
-    memset(item->seen, 0, (size_t)words * sizeof *item->seen);
+    memset(item->seen, 0, ((size_t)item->n / 64 + 1) * sizeof *item->seen);
     for (int32_t r = 0; r < item->rows; r++) {
         const ekv_row *row = &item->row[r];
         if (row->softmax) mark_pages(step, item, row);
         for (int64_t i = 0; i < row->list_count; i++) item->seen[row->list_token[i] / 64] |= UINT64_C(1) << row->list_token[i] % 64;
     }
-    for (int64_t w = 0; w < words; w++)
-        for (uint64_t bits = item->seen[w]; bits; bits &= bits - 1) count++;
-    return count;
+    return count_bits(item->seen, item->n);
 }
 
 /* Policy certified learns what it read only while it reads. */
 static void count_certified(const ekv_step *step, ekv_item *item) {
     for (int32_t s = 0; s < item->spans && item->use_sketch; s++)
-        item->bytes_sketch += item->part[s].count * (int64_t)step->index->sketch_bytes;
+        item->bytes_sketch += item->part[s].looked * ((int64_t)step->index->sketch_bytes * EKV_SKETCH_GROUP / step->kv.page_size);
     for (int32_t p = 0; p < item->pages; p++) {
         int32_t any[EKV_ITEM_ROWS] = {0}, tokens = 0;
         for (int32_t i = 0; i < ekv_page_tokens(step, item->n, p); i++) {
             const int32_t token = p * step->kv.page_size + i;
-            if (!item->read[token]) continue;
+            if (!(item->read[token / 64] >> token % 64 & 1)) continue;
             tokens++;
             for (int32_t r = 0; r < item->rows; r++) any[r] |= token < item->row[r].n;
         }

@@ -7,9 +7,12 @@
  *      boxes    per-dimension minimum and maximum of a page
  *      sketch   a bound for each token (sketch.c)
  *      keys     of whatever remains
- * Stages of an item: begin (norms, the newest pages and a sample of tokens read, decisions), sketch (per span: bounds of all tokens,
- * the best few read), raise (tau from all that was read), more (per span: some more of the best), raise again, sweep (per span: every token
- * read whose bound is still above tau), and then finish, values and output as for every policy.  Scores that were read stand in row->weight[token], marked in item->read.
+ * Stages of an item: begin (norms, the newest pages and a sample of tokens read, decisions), and if the sketch pays
+ *      sketch   per span   a 16-bit sum for each token, which stands for its bound
+ *      raise    per row    tau from all that was read, and which sums the next round reads
+ *      round    per span   reads the tokens whose sums are that high; the last round whatever is not ruled out
+ * with raise before every round; otherwise the pages that remain are scanned as for any policy.  Scores that were read and exceed the
+ * cut go to the span's candidate list, in token order within a round; the last round sorts them.
  *
  * SPDX-License-Identifier: Apache-2.0
  */
@@ -19,91 +22,141 @@
 #include <string.h>
 
 #define NEWEST_PAGES 4     /* read before anything else, with the first page */
-#define SAMPLE 128         /* tokens that decisions are made from */
+#define SAMPLE 64          /* tokens that decisions are made from */
 #define LEAST_TOKENS 1024  /* fewer remaining tokens are read without further ado */
-#define PAYS 1.25          /* bytes that a level must save for each byte that it costs */
-
-/* Tokens are read by falling bound in rounds, tau being raised after each: one in so many of a span's tokens per round. */
-static const int32_t round_share[EKV_CERTIFY_ROUNDS] = {64, 16, 6};
+#define PAYS 1.5           /* bytes that a level must save for each byte that it costs */
+#define FIRST_SHARE 128    /* the first round reads one token in so many for each row */
+#define NEXT_SHARE 4       /* the next ones one in so many of those that are not ruled out yet */
 #define RUN_GROUPS 64      /* sketch groups in one look-up */
+#define MUST_READ 65535    /* a sum that no limit rules out */
+
+enum { UNNEEDED, NEEDED, SKETCHED }; /* of a page, item->needed */
+
+static ekv_part *parts_of(const ekv_item *item, const ekv_row *row) {
+    return item->part + (int64_t)(row - item->row) * item->spans;
+}
+
+static int lowest_bit(uint64_t mask) {
+#if defined(__GNUC__)
+    return __builtin_ctzll(mask);
+#else
+    int i = 0;
+    while (!(mask >> i & 1)) i++;
+    return i;
+#endif
+}
+
 /* ---- scores ---- */
 
-static void mark_read(ekv_item *item, int32_t token) {
-    item->read[token] = 1;
-    atomic_store_explicit(&item->touched[token / EKV_TOUCHED], 1, memory_order_relaxed); /* spans may share one */
-}
-
-/* Scores up to EKV_TILE tokens, in any order, for all rows of the item. */
-static void read_tokens(const ekv_step *step, ekv_item *item, const int32_t *tokens, int n) {
-    const int32_t page_size = step->kv.page_size;
-    float z[EKV_ITEM_ROWS * EKV_TILE], slope[EKV_ITEM_ROWS];
+/* Tokens of one span that are about to be scored, ascending: some wait while their successors are gathered, so that those can be
+ * prefetched when the first are scored. */
+typedef struct reader {
+    int n[2], filling;
+    int32_t token[2][EKV_TILE];
+    const void *keys[2][EKV_TILE];
+    int32_t span, page_begin, page_end; /* tokens of the page that the last token lies in */
+    const char *page;                   /* its first key */
     const float *q[EKV_ITEM_ROWS];
-    int32_t q_token[EKV_ITEM_ROWS], token[EKV_TILE] = {0};
-    const void *keys[EKV_TILE];
-    if (n == 0) return;
+    float slope[EKV_ITEM_ROWS];
+    int32_t q_token[EKV_ITEM_ROWS];
+} reader;
+
+static void reader_begin(const ekv_item *item, reader *rd) {
+    rd->n[0] = rd->n[1] = rd->filling = 0;
+    rd->page_begin = rd->page_end = rd->span = 0;
+    memset(rd->token, 0, sizeof rd->token);
     for (int32_t r = 0; r < item->rows; r++) {
-        q[r] = item->row[r].q;
-        slope[r] = item->row[r].slope;
-        q_token[r] = item->row[r].q_token;
+        rd->q[r] = item->row[r].q;
+        rd->slope[r] = item->row[r].slope;
+        rd->q_token[r] = item->row[r].q_token;
     }
-    for (int i = 0; i < n; i++) {
-        token[i] = tokens[i];
-        keys[i] = ekv_key(&step->kv, ekv_block(item, tokens[i] / page_size), tokens[i] % page_size, item->head);
-        mark_read(item, tokens[i]);
-    }
-    ekv_score_args score = {q, slope, q_token, item->rows, keys, token, n, step->kv.k_dim, z};
+}
+
+/* Scores those that wait for all rows of the item; what exceeds a row's cut (NaN does) joins its list. */
+static void reader_turn(const ekv_step *step, ekv_item *item, reader *rd) {
+    float z[EKV_ITEM_ROWS * EKV_TILE];
+    const int waiting = 1 - rd->filling, n = rd->n[waiting];
+    const int32_t *token = rd->token[waiting];
+    rd->filling = waiting;
+    if (n == 0) return;
+    ekv_score_args score = {rd->q, rd->slope, rd->q_token, item->rows, rd->keys[waiting], token, n, step->kv.k_dim, z,
+                            rd->n[1 - waiting] >= n ? rd->keys[1 - waiting] : NULL,
+                            step->kv.k_dim * (int)ekv_element_bytes(step->kv.dtype)};
     step->kernels->score[step->kv.dtype](&score);
-    for (int32_t r = 0; r < item->rows; r++)
-        for (int i = 0; i < n; i++) item->row[r].weight[tokens[i]] = z[r * EKV_TILE + i];
-}
-
-/* Tokens to read, gathered until a tile is full. */
-typedef struct gather {
-    int n;
-    int32_t token[EKV_TILE];
-} gather;
-
-static void want(const ekv_step *step, ekv_item *item, gather *g, int32_t token) {
-    if (item->read[token]) return;
-    mark_read(item, token);
-    ekv_prefetch(ekv_key(&step->kv, ekv_block(item, token / step->kv.page_size), token % step->kv.page_size, item->head),
-                 (size_t)step->kv.k_dim * ekv_element_bytes(step->kv.dtype));
-    g->token[g->n++] = token;
-    if (g->n < EKV_TILE) return;
-    read_tokens(step, item, g->token, g->n);
-    g->n = 0;
-}
-
-static void want_page(const ekv_step *step, ekv_item *item, gather *g, int64_t page) {
-    const int32_t first = (int32_t)page * step->kv.page_size, n = ekv_page_tokens(step, item->n, page);
-    for (int32_t t = first; t < first + n; t++) want(step, item, g, t);
-}
-
-/* The scores that were read and exceed the row's cut (NaN does), in token order, to row->list_z and list_token. */
-void ekv_certify_list(const ekv_item *item, ekv_row *row, bool tokens) {
-    int64_t count = 0;
-    for (int32_t begin = 0; begin < row->n; begin += EKV_TOUCHED) {
-        if (!atomic_load_explicit(&item->touched[begin / EKV_TOUCHED], memory_order_relaxed)) continue;
-        const int32_t end = row->n - begin < EKV_TOUCHED ? row->n : begin + EKV_TOUCHED;
-        for (int32_t token = begin; token < end; token++) {
-            if (!item->read[token] || row->weight[token] <= row->cut) continue;
-            row->list_z[count] = row->weight[token];
-            if (tokens) row->list_token[count] = token;
-            count++;
-        }
+    const size_t at = (size_t)rd->span * EKV_SPAN;
+    for (int32_t r = 0; r < item->rows; r++) {
+        ekv_row *row = &item->row[r];
+        ekv_part *part = parts_of(item, row) + rd->span;
+        int seen = n;
+        while (seen > 0 && token[seen - 1] >= row->n) seen--;
+        ekv_keep_args keep = {z + r * EKV_TILE, token, seen, row->cut, row->list_z + at, row->list_token + at, part->count};
+        step->kernels->keep(&keep);
+        for (int32_t i = part->count; i < keep.count; i++)
+            part->z_max = row->list_z[at + (size_t)i] > part->z_max ? row->list_z[at + (size_t)i] : part->z_max;
+        part->count = keep.count;
     }
-    row->list_count = count;
+    rd->n[waiting] = 0;
+}
+
+static void reader_flush(const ekv_step *step, ekv_item *item, reader *rd) {
+    reader_turn(step, item, rd);
+    reader_turn(step, item, rd);
+}
+
+static void reader_add(const ekv_step *step, ekv_item *item, reader *rd, int32_t token) {
+    const ekv_kv *kv = &step->kv;
+    if (token >= rd->page_end || token < rd->page_begin) {
+        const int32_t page = token / kv->page_size;
+        rd->page_begin = page * kv->page_size;
+        rd->page_end = rd->page_begin + kv->page_size;
+        rd->page = ekv_key(kv, ekv_block(item, page), 0, item->head);
+    }
+    const void *key = ekv_at(rd->page, (token - rd->page_begin) * kv->k_token_stride, kv->dtype);
+    const int to = rd->filling, n = rd->n[to]++;
+    if (rd->n[1 - to] == 0) ekv_prefetch(key, (size_t)kv->k_dim * ekv_element_bytes(kv->dtype)); /* nothing to do meanwhile */
+    rd->token[to][n] = token;
+    rd->keys[to][n] = key;
+    if (n + 1 == EKV_TILE) reader_turn(step, item, rd);
+}
+
+/* The tokens of a mask, bit 0 being `first`, that were not read yet. */
+static void read_mask(const ekv_step *step, ekv_item *item, reader *rd, int32_t first, uint64_t mask) {
+    mask &= ~item->read[first / 64];
+    item->read[first / 64] |= mask;
+    if (first / EKV_SPAN != rd->span) {
+        reader_flush(step, item, rd);
+        rd->span = first / EKV_SPAN;
+    }
+    for (; mask; mask &= mask - 1) reader_add(step, item, rd, first + lowest_bit(mask));
+}
+
+static void read_page(const ekv_step *step, ekv_item *item, reader *rd, int64_t page) {
+    const int32_t begin = (int32_t)page * step->kv.page_size, end = begin + ekv_page_tokens(step, item->n, page);
+    for (int32_t t = begin; t < end; t++) read_mask(step, item, rd, t / 64 * 64, UINT64_C(1) << t % 64);
+}
+
+/* Scores that were read are kept here while sums are in the first half of the row's weights: any of them give a lower bound of tau. */
+static float *spare(const ekv_row *row, int64_t *room) {
+    const int64_t sums = ekv_ceil_div(row->n, EKV_SKETCH_GROUP) * EKV_SKETCH_GROUP / 2;
+    *room = row->n + EKV_CERTIFY_SPARE - sums;
+    return row->weight + sums;
 }
 
 /* Raises the row's cut: at and below it no token can be in the support. */
 static void raise_cut(const ekv_step *step, ekv_item *item, ekv_row *row) {
-    float z_max = -INFINITY;
-    ekv_certify_list(item, row, false); /* list_token holds the sketch's sums */
-    for (int64_t i = 0; i < row->list_count; i++) z_max = row->list_z[i] > z_max ? row->list_z[i] : z_max;
+    const ekv_part *part = parts_of(item, row);
+    int64_t room, count = 0;
+    float *z = spare(row, &room), z_max = -INFINITY;
+    for (int32_t s = 0; s < item->spans; s++) {
+        const int64_t n = ekv_min64(part[s].count, room - count);
+        memcpy(z + count, row->list_z + (size_t)s * EKV_SPAN, (size_t)n * sizeof *z);
+        count += n;
+        z_max = part[s].z_max > z_max ? part[s].z_max : z_max;
+    }
     if (!(z_max > -INFINITY) || z_max == INFINITY) return;
     const double before = (double)row->cut - (double)z_max; /* the cut is a lower bound already */
     const float start = before > -1.0 ? ekv_round_down(before) : -1.0f;
-    ekv_tau_lower_args lower = {row->list_z, (int)row->list_count, z_max, row->power, 12, start};
+    ekv_tau_lower_args lower = {z, (int)count, z_max, row->power, 12, start};
     step->kernels->tau_lower(&lower);
     const double slack = 0x1p-20 * fabs((double)z_max);
     const float cut = ekv_threshold(z_max, (double)lower.tau - (slack > EKV_MARGIN ? slack : EKV_MARGIN));
@@ -118,43 +171,60 @@ static double norm_of_query(const ekv_step *step, const ekv_row *row) {
     return sqrt(squares) * (1.0 + 1e-12);
 }
 
-/* ALiBi at the best token of a page, z units. */
-static double best_bias(const ekv_step *step, const ekv_row *row, int64_t page) {
+/* ALiBi at the best of the tokens [first, last], z units. */
+static double best_bias(const ekv_row *row, int64_t first, int64_t last) {
     if (row->slope == 0.0f) return 0.0;
-    const int64_t first = page * step->kv.page_size, last = first + ekv_page_tokens(step, row->n, page) - 1;
     return (double)row->slope * (double)((row->slope > 0.0f ? last : first) - row->q_token);
 }
 
-/* What the f32 score may exceed the exact one by: (K + 8) u (|q| |k| + |bias|), K additions on a product's way (see `bound`). */
-static double rounding(const ekv_step *step) { return (double)(ekv_padded(step->kv.k_dim) / 32 + 5 + 16) * 0x1p-24; }
-
-static bool page_known(const ekv_step *step, const ekv_item *item, const ekv_row *row, int64_t page) {
-    return step->index->counts[ekv_block(item, page)] >= ekv_page_tokens(step, row->n, page);
-}
-
-static void bound_by_norms(const ekv_step *step, ekv_item *item, ekv_row *row) {
-    const double norm = norm_of_query(step, row), u = rounding(step);
-    for (int32_t p = 0; p < row->pages; p++) {
-        row->bound[p] = INFINITY;
-        if (!step->index || !step->index->norms || !page_known(step, item, row, p)) continue;
-        const double dot = norm * (double)*ekv_index_key_norm(step->index, item->head, ekv_block(item, p));
-        const double bias = best_bias(step, row, p), bound = dot + bias + u * (dot + fabs(bias)) + 0x1p-120;
-        if (bound < 3e38) row->bound[p] = nextafterf((float)bound, INFINITY);
+/* The bound of a page's norm, in float.  The f32 score may exceed the exact one by (K + 8) u (|q| |k| + |bias|), K additions on a
+ * product's way (see `bound`), u = 2^-24; the roundings here by less than 8 u of the same. */
+static void bound_by_norms(const ekv_step *step, const ekv_item *item, ekv_row *row) {
+    enum { PAGES = 256 };
+    const ekv_index *index = step->index;
+    const float slack = 1.0f + (float)(ekv_padded(step->kv.k_dim) / 32 + 5 + 24) * 0x1p-24f;
+    const double exact = norm_of_query(step, row);
+    const float norm = exact < 3e38 ? nextafterf((float)exact, INFINITY) : INFINITY;
+    const int32_t page_size = step->kv.page_size;
+    for (int32_t at = 0; at < row->pages; at += PAGES) {
+        const int32_t n = row->pages - at < PAGES ? row->pages - at : PAGES;
+        float *bound = row->bound + at, largest[PAGES];
+        for (int32_t i = 0; i < n; i++) {
+            const int64_t block = ekv_block(item, at + i);
+            const bool known = index->norms && index->counts[block] >= (at + i == row->pages - 1 ? ekv_page_tokens(step, row->n, at + i) : page_size);
+            largest[i] = known ? *ekv_index_key_norm(index, item->head, block) : INFINITY;
+        }
+        for (int32_t i = 0; i < n; i++) bound[i] = slack * (norm * largest[i]) + 0x1p-120f;
+        if (row->slope != 0.0f) {
+            const float down = 2.0f - slack, up = slack;
+            for (int32_t i = 0; i < n; i++) {
+                const int32_t page = at + i, last = (page + 1) * page_size <= row->n ? (page + 1) * page_size : row->n;
+                const float bias = row->slope * (float)((row->slope > 0.0f ? last - 1 : page * page_size) - row->q_token);
+                bound[i] = bound[i] + bias * (bias > 0.0f ? up : down);
+            }
+        }
+        for (int32_t i = 0; i < n; i++) bound[i] = bound[i] < INFINITY ? bound[i] : INFINITY;
     }
 }
 
-/* Whether some row may need a token of this page. */
-static bool page_needed(const ekv_item *item, int64_t page) {
+static bool page_sketched(const ekv_step *step, const ekv_item *item, int64_t page) {
+    const int64_t block = ekv_block(item, page);
+    return step->index->sketched[block] >= ekv_page_tokens(step, item->n, page) &&
+           step->index->stretch_of[block] * step->index->stretch < item->pages;
+}
+
+/* Marks the pages of which some row may need a token, and counts them. */
+static int64_t find_needed(ekv_item *item) {
+    uint8_t *restrict needed = item->needed;
+    int32_t count = 0;
+    memset(needed, UNNEEDED, (size_t)item->pages);
     for (int32_t r = 0; r < item->rows; r++) {
-        const ekv_row *row = &item->row[r];
-        if (page < row->pages && !(row->bound[page] <= row->cut)) return true;
+        const float *restrict bound = item->row[r].bound, cut = item->row[r].cut;
+        const int32_t pages = item->row[r].pages;
+        for (int32_t p = 0; p < pages; p++) needed[p] |= !(bound[p] <= cut);
     }
-    return false;
-}
-
-static int64_t pages_needed(const ekv_item *item) {
-    int64_t count = 0;
-    for (int32_t p = 0; p < item->pages; p++) count += page_needed(item, p);
+    const int32_t pages = item->pages;
+    for (int32_t p = 0; p < pages; p++) count += needed[p];
     return count;
 }
 
@@ -164,40 +234,49 @@ static int64_t pages_needed(const ekv_item *item) {
 typedef struct sample {
     int n;
     int32_t token[SAMPLE];
+    float z[EKV_ITEM_ROWS * EKV_TILE];
     double weight;
 } sample;
 
 static void take_sample(const ekv_step *step, ekv_item *item, int64_t pages, sample *s) {
     int64_t seen = 0;
-    gather g = {0};
+    reader rd;
+    reader_begin(item, &rd);
     s->n = 0;
     for (int32_t p = 0; p < item->pages && s->n < SAMPLE; p++) {
-        if (!page_needed(item, p)) continue;
+        if (!item->needed[p]) continue;
         const int64_t target = (2 * (int64_t)s->n + 1) * pages / (2 * SAMPLE); /* may repeat for few pages */
         if (seen++ < target) continue;
         const int32_t tokens = ekv_page_tokens(step, item->n, p);
         s->token[s->n] = p * step->kv.page_size + (int32_t)((s->n * 7) % tokens);
-        want(step, item, &g, s->token[s->n++]);
+        const int32_t token = s->token[s->n++];
+        read_mask(step, item, &rd, token / 64 * 64, UINT64_C(1) << token % 64);
     }
-    read_tokens(step, item, g.token, g.n);
+    reader_flush(step, item, &rd);
+    const void *keys[EKV_TILE];
+    for (int i = 0; i < s->n; i++)
+        keys[i] = ekv_key(&step->kv, ekv_block(item, s->token[i] / step->kv.page_size), s->token[i] % step->kv.page_size, item->head);
+    ekv_score_args score = {rd.q, rd.slope, rd.q_token, item->rows, keys, s->token, s->n, step->kv.k_dim, s->z, NULL, 0};
+    if (s->n) step->kernels->score[step->kv.dtype](&score); /* once more, since the lists leave out what is low */
     s->weight = s->n ? (double)(pages * step->kv.page_size) / s->n : 1.0;
 }
 
-/* An estimate of the row's final tau: every sampled token counted for all that it stands for.  For decisions alone. */
-static double estimate_tau(const ekv_step *step, const ekv_row *row, const sample *s) {
+/* An estimate of row r's final tau: every sampled token counted for all that it stands for.  For decisions alone. */
+static double estimate_tau(const ekv_item *item, int32_t r, const sample *s) {
+    const ekv_row *row = &item->row[r];
     const double beta = 1.0 / (row->alpha - 1.0);
+    const float *z = s->z + (size_t)r * EKV_TILE;
     double top = -(double)INFINITY, low, high;
-    (void)step;
     for (int i = 0; i < s->n; i++)
-        if (s->token[i] < row->n && (double)row->weight[s->token[i]] > top) top = (double)row->weight[s->token[i]];
+        if (s->token[i] < row->n && (double)z[i] > top) top = (double)z[i];
     if (!(top > -(double)INFINITY) || !(top < (double)INFINITY)) return (double)row->cut;
     low = top - 1.0;
     high = top;
-    for (int i = 0; i < 30; i++) {
+    for (int i = 0; i < 10; i++) {
         const double tau = 0.5 * (low + high);
         double sum = 0.0;
         for (int j = 0; j < s->n; j++) {
-            const double t = s->token[j] < row->n ? (double)row->weight[s->token[j]] - tau : 0.0;
+            const double t = s->token[j] < row->n ? (double)z[j] - tau : 0.0;
             if (t > 0.0) sum += s->weight * (beta == 2.0 ? t * t : beta == 1.0 ? t : ekv_pow(t, beta));
         }
         if (sum >= 1.0)
@@ -225,6 +304,15 @@ static void table_entries(const ekv_basis *basis, int code, const double *rotate
     }
 }
 
+/* What the sums of tokens of a stretch start from, given their best ALiBi term: the integer above everything in their bound but the
+ * table's entries.  What lies below the origin is taken for the origin, which is sound. */
+static uint16_t start_from(const ekv_row *row, int64_t stretch, double bias) {
+    const double base = row->center[stretch] + row->table->base + bias + fabs(bias) * 0x1p-19;
+    const double steps = ceil((base - row->table->origin) / row->table->step * (1.0 + 1e-12));
+    if (!(steps < MUST_READ - 1)) return MUST_READ; /* also for NaN */
+    return (uint16_t)(steps > 0.0 ? steps + 1.0 : 1.0);
+}
+
 /*
  * The row's table.  With x = k - center, y any coordinates, c the sum of centroids, w = x - Q^T y:
  *      q . k = q . center + (Q q) . c + (Q q) . (y - c) + q . w
@@ -232,9 +320,9 @@ static void table_entries(const ekv_basis *basis, int code, const double *rotate
  * that only the part of q that the axes do not see counts in q . w: its square is at most |q|^2 - |Q q|^2 + skew |q|^2.  What the
  * rounding while encoding adds to all this is derived in basis.c: |q| (error_share largest + error).
  * The f32 score adds (K + 8) u |q| |k|, |k| <= |x| + |center|; if that could overflow, nothing is ruled out.
- * Entries are rounded up to whole steps, so that the integer sum is never below the real one.
+ * Entries are rounded up to whole steps, so that the integer sum is never below the real one:  bound <= origin + step (sum - 1).
  */
-static void build_table(const ekv_step *step, ekv_item *item, ekv_row *row) {
+static void build_table(const ekv_step *step, const ekv_item *item, ekv_row *row) {
     const ekv_index *index = step->index;
     const ekv_basis *basis = &index->bases[item->head];
     const int32_t dim = step->kv.k_dim, codes = basis->codes + EKV_SKETCH_NORMS;
@@ -270,63 +358,88 @@ static void build_table(const ekv_step *step, ekv_item *item, ekv_row *row) {
         range += most - least[c];
         row->table->base += least[c];
     }
-    row->table->step = range / (65000.0 - codes) + 1e-30;
-    for (int c = 0; c < codes; c++)
-        for (int v = 0; v < 16; v++) {
-            const double steps = ceil((entry[c][v] - least[c]) / row->table->step);
-            const unsigned whole = steps < 65535.0 ? (unsigned)steps : 65535u;
-            row->table->low[c * 16 + v] = (uint8_t)(whole & 255u);
-            row->table->high[c * 16 + v] = (uint8_t)(whole >> 8);
-        }
+    const double scoring = 2.0 * (double)(ekv_padded(dim) / 32 + 5 + 16) * 0x1p-24;
     const double largest = (double)basis->largest, encoding = (double)basis->error_share * largest + (double)basis->error;
-    for (int64_t s = 0; s * index->stretch < item->pages; s++) {
+    const int64_t stretches = ekv_ceil_div(item->pages, index->stretch);
+    double top = -(double)INFINITY, bottom = (double)INFINITY; /* of the centers' parts */
+    for (int64_t s = 0; s < stretches; s++) {
         const float *center = ekv_index_center(index, item->head, s);
         double dot = 0.0, squares = 0.0;
+        row->center[s] = (double)INFINITY;
+        if (!index->centered[s]) continue; /* nothing refers to it */
         for (int32_t d = 0; d < dim; d++) {
             dot += (double)row->q[d] * (double)center[d];
             squares += (double)center[d] * (double)center[d];
         }
         const double length = largest + sqrt(squares);
-        row->center[s] = dot + norm * (encoding + 2.0 * rounding(step) * length) + 1e-30;
-        if (!(norm * length < 3e38)) row->center[s] = (double)INFINITY;
+        if (!(norm * length < 3e38)) continue; /* a score might overflow */
+        row->center[s] = dot + norm * (encoding + scoring * length) + 1e-30;
+        top = row->center[s] > top ? row->center[s] : top;
+        bottom = row->center[s] < bottom ? row->center[s] : bottom;
     }
+    const double near = best_bias(row, 0, row->n - 1), far = row->slope == 0.0f ? 0.0 : -(double)row->slope * (row->n - 1.0);
+    top += row->table->base + (near > 0.0 ? near : 0.0);
+    bottom += row->table->base + (far < 0.0 && near <= 0.0 ? far : 0.0);
+    const double window = top - bottom < range + 2.0 ? top - bottom : range + 2.0;
+    row->table->origin = top - window;
+    row->table->step = (range + window) / (64000.0 - codes) + 1e-30;
+    const double per_step = (1.0 + 1e-12) / row->table->step;
+    for (int c = 0; c < codes; c++)
+        for (int v = 0; v < 16; v++) { /* rounded up */
+            const double steps = (entry[c][v] - least[c]) * per_step;
+            const uint16_t whole = steps < MUST_READ - 1 ? (uint16_t)steps : MUST_READ - 1; /* also for NaN */
+            row->table->entry[c * 16 + v] = (uint16_t)(whole + !(steps <= (double)whole));
+        }
+    for (int64_t s = 0; s < stretches; s++) row->start[s] = start_from(row, s, 0.0);
 }
 
-static bool page_sketched(const ekv_step *step, const ekv_item *item, int64_t page) {
-    const int64_t block = ekv_block(item, page);
-    return step->index->sketched[block] >= ekv_page_tokens(step, item->n, page) &&
-           step->index->stretch_of[block] * step->index->stretch < item->pages;
+/* The largest sum with which a token is ruled out at `cut`.  A sum of 0 always is. */
+static uint16_t limit_at(const ekv_row *row, double cut) {
+    const double limit = floor((cut - row->table->origin) / row->table->step * (1.0 - 1e-9) - 1e-6) + 1.0;
+    if (!(limit >= 1.0)) return 0; /* also for NaN */
+    return limit < MUST_READ - 1 ? (uint16_t)limit : MUST_READ - 1;
 }
 
-/* The largest sum of table entries with which a token of the page is still ruled out at `cut`; -1 if none is. */
-static int32_t sum_limit(const ekv_step *step, const ekv_item *item, const ekv_row *row, int64_t page, double cut) {
-    const int64_t stretch = step->index->stretch_of[ekv_block(item, page)];
-    const double bias = best_bias(step, row, page);
-    const double base = row->center[stretch] + row->table->base + bias + fabs(bias) * 0x1p-19;
-    const double limit = floor((cut - base) / row->table->step * (1.0 - 1e-9) - 1e-6);
-    if (!(limit >= 0.0)) return -1; /* also for NaN: everything is read */
-    return limit < 65534.0 ? (int32_t)limit : 65534;
-}
-
-/* Sums for all tokens of pages [page, page + pages), which follow each other. */
-static void look_up(const ekv_step *step, const ekv_item *item, int64_t page, int64_t pages) {
-    const int32_t groups_per_page = step->kv.page_size / EKV_SKETCH_GROUP, codes = step->index->codes + EKV_SKETCH_NORMS;
-    const size_t group_bytes = (size_t)codes / 2 * EKV_SKETCH_GROUP;
+/* Groups of a span whose sketches are looked up together, which follow each other. */
+typedef struct run {
+    int n;
+    int64_t first; /* group */
+    int64_t page[RUN_GROUPS];
     const uint8_t *group[RUN_GROUPS];
-    const int64_t total = pages * groups_per_page;
-    for (int64_t at = 0; at < total; at += RUN_GROUPS) {
-        const int n = (int)ekv_min64(RUN_GROUPS, total - at);
-        for (int i = 0; i < n; i++) {
-            const int64_t p = page + (at + i) / groups_per_page;
-            group[i] = ekv_index_sketch(step->index, item->head, ekv_block(item, p)) + (size_t)((at + i) % groups_per_page) * group_bytes;
+} run;
+
+static void fill_sums(const ekv_row *row, int64_t group, uint16_t value) {
+    for (int t = 0; t < EKV_SKETCH_GROUP; t++) row->sum[group * EKV_SKETCH_GROUP + t] = value;
+}
+
+static void look_up(const ekv_step *step, const ekv_item *item, run *run) {
+    const int32_t codes = step->index->codes + EKV_SKETCH_NORMS;
+    uint16_t start[RUN_GROUPS];
+    if (run->n == 0) return;
+    for (int32_t r = 0; r < item->rows; r++) {
+        const ekv_row *row = &item->row[r];
+        for (int i = 0; i < run->n; i++) {
+            const int64_t stretch = step->index->stretch_of[ekv_block(item, run->page[i])];
+            const int64_t first = (run->first + i) * EKV_SKETCH_GROUP;
+            start[i] = row->slope == 0.0f ? row->start[stretch]
+                                          : start_from(row, stretch, best_bias(row, first, ekv_min64(first + EKV_SKETCH_GROUP, row->n) - 1));
         }
-        for (int32_t r = 0; r < item->rows; r++) {
-            const ekv_row *row = &item->row[r];
-            ekv_lookup_args a = {row->table->low, row->table->high, codes, group, n,
-                                 row->sum + page * step->kv.page_size + at * EKV_SKETCH_GROUP};
-            step->kernels->lookup(&a);
-        }
+        ekv_lookup_args a = {row->table->entry, codes, run->group, start, run->n, row->sum + run->first * EKV_SKETCH_GROUP};
+        step->kernels->lookup(&a);
+        for (int i = 0; i < run->n; i++)
+            if (run->page[i] >= row->pages || row->bound[run->page[i]] <= row->cut) fill_sums(row, run->first + i, 0);
     }
+    run->n = 0;
+}
+
+static void run_add(const ekv_step *step, const ekv_item *item, run *run, int64_t group) {
+    const int32_t per_page = step->kv.page_size / EKV_SKETCH_GROUP;
+    const size_t group_bytes = (size_t)(step->index->codes + EKV_SKETCH_NORMS) / 2 * EKV_SKETCH_GROUP;
+    const int64_t page = group / per_page;
+    if (run->n == RUN_GROUPS || (run->n > 0 && run->first + run->n != group)) look_up(step, item, run);
+    if (run->n == 0) run->first = group;
+    run->page[run->n] = page;
+    run->group[run->n++] = ekv_index_sketch(step->index, item->head, ekv_block(item, page)) + (size_t)(group % per_page) * group_bytes;
 }
 
 /* Bytes that every use of the sketch reads once: basis and centers. */
@@ -335,22 +448,26 @@ static int64_t basis_bytes(const ekv_step *step, const ekv_item *item) {
     return ekv_basis_bytes(&step->index->bases[item->head]) + stretches * step->kv.k_dim * 4;
 }
 
+static int64_t group_bytes(const ekv_step *step) { return (int64_t)(step->index->codes + EKV_SKETCH_NORMS) / 2 * EKV_SKETCH_GROUP; }
+
 /* The share of sampled tokens that the sketch cannot rule out at the estimates of tau. */
 static double surviving_share(const ekv_step *step, ekv_item *item, const sample *s, const double *tau) {
     int survivors = 0, looked = 0;
+    run run = {0};
+    for (int i = 0; i < s->n; i++)
+        if (page_sketched(step, item, s->token[i] / step->kv.page_size)) run_add(step, item, &run, s->token[i] / EKV_SKETCH_GROUP);
+    look_up(step, item, &run);
     for (int i = 0; i < s->n; i++) {
-        const int64_t page = s->token[i] / step->kv.page_size;
-        if (!page_sketched(step, item, page)) continue;
+        if (!page_sketched(step, item, s->token[i] / step->kv.page_size)) continue;
         bool needed = false;
-        look_up(step, item, page, 1);
         for (int32_t r = 0; r < item->rows; r++) {
             const ekv_row *row = &item->row[r];
-            needed |= s->token[i] < row->n && (int32_t)row->sum[s->token[i]] > sum_limit(step, item, row, page, tau[r]);
+            needed |= s->token[i] < row->n && row->sum[s->token[i]] > limit_at(row, tau[r]);
         }
         survivors += needed;
         looked++;
     }
-    item->bytes_sampled = looked * (int64_t)step->index->sketch_bytes;
+    item->bytes_sampled = looked * group_bytes(step);
     return looked ? (double)survivors / looked : 1.0;
 }
 
@@ -359,10 +476,11 @@ static double surviving_share(const ekv_step *step, ekv_item *item, const sample
 /* The share of needed pages, of about 16 looked at, that boxes rule out for every row. */
 static double boxed_share(const ekv_step *step, ekv_item *item, int64_t pages, const double *tau) {
     const int64_t stride = ekv_max64(1, pages / 16);
-    int64_t seen = 0;
+    int64_t seen = 0, next = 0;
     int looked = 0, ruled_out = 0;
     for (int32_t p = 0; p < item->pages; p++) {
-        if (!page_needed(item, p) || seen++ % stride) continue;
+        if (!item->needed[p] || seen++ != next) continue;
+        next += stride;
         bool needed = false;
         for (int32_t r = 0; r < item->rows; r++)
             needed |= p < item->row[r].pages && !((double)ekv_page_bound_of(step, item, &item->row[r], p) <= tau[r]);
@@ -375,7 +493,7 @@ static double boxed_share(const ekv_step *step, ekv_item *item, int64_t pages, c
 
 static void bound_by_boxes(const ekv_step *step, ekv_item *item) {
     for (int32_t p = 0; p < item->pages; p++) {
-        if (!page_needed(item, p)) continue;
+        if (!item->needed[p]) continue;
         for (int32_t r = 0; r < item->rows; r++) {
             ekv_row *row = &item->row[r];
             if (p >= row->pages) continue;
@@ -389,28 +507,29 @@ static void bound_by_boxes(const ekv_step *step, ekv_item *item) {
 /* ---- stages ---- */
 
 static void read_first(const ekv_step *step, ekv_item *item) {
-    gather g = {0};
-    want_page(step, item, &g, 0);
-    for (int64_t p = ekv_max64(0, item->pages - NEWEST_PAGES); p < item->pages; p++) want_page(step, item, &g, p);
-    read_tokens(step, item, g.token, g.n);
+    reader rd;
+    reader_begin(item, &rd);
+    read_page(step, item, &rd, 0);
+    for (int64_t p = ekv_max64(1, item->pages - NEWEST_PAGES); p < item->pages; p++) read_page(step, item, &rd, p);
+    reader_flush(step, item, &rd);
     for (int32_t r = 0; r < item->rows; r++) raise_cut(step, item, &item->row[r]);
 }
 
 static bool has_basis(const ekv_step *step, const ekv_item *item) {
-    return step->index && step->index->codes && step->index->bases[item->head].codes > 0;
+    return step->index->codes && step->index->bases[item->head].codes > 0;
 }
 
 /* Decides which of boxes and sketch pay for what the norms left, and applies the boxes. */
 static void choose_levels(const ekv_step *step, ekv_item *item) {
     sample s;
     double tau[EKV_ITEM_ROWS];
-    int64_t pages = pages_needed(item);
+    int64_t pages = find_needed(item);
     const double page_size = step->kv.page_size, key = (double)step->kv.k_dim * (double)ekv_element_bytes(step->kv.dtype);
-    if ((double)pages * page_size < LEAST_TOKENS || !step->index) return;
+    if ((double)pages * page_size < LEAST_TOKENS) return;
     take_sample(step, item, pages, &s);
     for (int32_t r = 0; r < item->rows; r++) {
         raise_cut(step, item, &item->row[r]);
-        tau[r] = estimate_tau(step, &item->row[r], &s);
+        tau[r] = estimate_tau(item, r, &s);
     }
     double token_cost = key, share = 1.0; /* bytes for a token of a needed page */
     const double sketch = has_basis(step, item) ? (double)step->index->sketch_bytes / page_size : 0.0;
@@ -421,191 +540,171 @@ static void choose_levels(const ekv_step *step, ekv_item *item) {
         share = surviving_share(step, item, &s, tau);
         if (key * (1.0 - share) > PAYS * sketch) token_cost = sketch + share * key;
     }
-    if (step->index->box_bytes && boxed_share(step, item, pages, tau) * page_size * token_cost > PAYS * (double)step->index->box_bytes) {
+    if (step->index->box_bytes && boxed_share(step, item, pages, tau) * page_size * token_cost > PAYS * (double)step->index->box_bytes)
         bound_by_boxes(step, item);
-        pages = pages_needed(item);
-    }
+    pages = find_needed(item);
     item->use_sketch = tables && (double)pages * page_size >= LEAST_TOKENS && key * (1.0 - share) > PAYS * sketch;
     if (!item->use_sketch) item->bytes_sketch += item->bytes_sampled; /* otherwise the stage reads them once more, from cache */
+}
+
+static void set_bits(uint64_t *bits, int64_t begin, int64_t end) {
+    for (; begin < end && begin % 64; begin++) bits[begin / 64] |= UINT64_C(1) << begin % 64;
+    for (; begin + 64 <= end; begin += 64) bits[begin / 64] = ~UINT64_C(0);
+    for (; begin < end; begin++) bits[begin / 64] |= UINT64_C(1) << begin % 64;
+}
+
+/* What is left is scanned: all rows read all pages that some row needs. */
+static void leave_to_scan(const ekv_step *step, ekv_item *item) {
+    for (int32_t r = 0; r < item->rows; r++) item->row[r].selected = item->needed;
+    for (int32_t p = 0; p < item->pages; p++) {
+        if (!item->needed[p]) continue;
+        int32_t run = 1;
+        while (p + run < item->pages && item->needed[p + run]) run++;
+        set_bits(item->read, (int64_t)p * step->kv.page_size, ekv_min64(item->n, (int64_t)(p + run) * step->kv.page_size));
+        p += run;
+    }
 }
 
 void ekv_certify_begin(const ekv_step *step, ekv_item *item) {
     item->use_sketch = false;
     item->bytes_statistics = item->bytes_sketch = item->bytes_sampled = 0;
     if (item->n == 0) return;
-    memset(item->read, 0, (size_t)item->n);
-    for (int32_t c = 0; c <= item->n / EKV_TOUCHED; c++) atomic_init(&item->touched[c], 0);
-    for (int32_t r = 0; r < item->rows; r++) {
-        item->row[r].cut = -INFINITY;
-        bound_by_norms(step, item, &item->row[r]);
+    memset(item->read, 0, ((size_t)item->n / 64 + 1) * sizeof *item->read);
+    memset(item->needed, NEEDED, (size_t)item->pages);
+    for (int64_t i = 0; i < (int64_t)item->rows * item->spans; i++) item->part[i] = (ekv_part){.z_max = -INFINITY};
+    if (step->index && item->n >= LEAST_TOKENS) {
+        for (int32_t r = 0; r < item->rows; r++) bound_by_norms(step, item, &item->row[r]);
+        if (step->index->norms) item->bytes_statistics += item->pages * (int64_t)sizeof(float);
+        read_first(step, item);
+        choose_levels(step, item);
     }
-    if (step->index && step->index->norms) item->bytes_statistics += item->pages * (int64_t)sizeof(float);
-    read_first(step, item);
-    choose_levels(step, item);
+    if (!item->use_sketch) leave_to_scan(step, item);
+    for (int32_t p = 0; p < item->pages && item->use_sketch; p++)
+        if (item->needed[p] && page_sketched(step, item, p)) item->needed[p] = SKETCHED;
 }
 
-#define SPAN_PAGES (EKV_SPAN / EKV_SKETCH_GROUP + 1)
-
-/* The row's limit for every page of the span whose sketch was read; INT32_MAX for the others. */
-static void span_limits(const ekv_step *step, const ekv_item *item, const ekv_row *row, int64_t first_page, int64_t end_page,
-                        int32_t *limit) {
-    for (int64_t p = first_page; p < end_page; p++)
-        limit[p - first_page] = item->looked[p] && p < row->pages ? sum_limit(step, item, row, p, (double)row->cut) : INT32_MAX;
-}
-
-/* Largest sum of n. */
-static uint16_t largest_sum(const uint16_t *sum, int32_t n) {
-    uint16_t largest = 0;
-    for (int32_t t = 0; t < n; t++) largest = sum[t] > largest ? sum[t] : largest;
-    return largest;
-}
-
-/* The largest sum of each group of the pages [page, page + pages), for every row; tokens that a row does not see are left out. */
-static void find_tops(const ekv_step *step, const ekv_item *item, int64_t page, int64_t pages) {
-    const int64_t first = page * step->kv.page_size, end = (page + pages) * step->kv.page_size;
-    for (int32_t r = 0; r < item->rows; r++) {
-        const ekv_row *row = &item->row[r];
-        for (int64_t t = first; t < end; t += EKV_SKETCH_GROUP)
-            row->top[t / EKV_SKETCH_GROUP] =
-                largest_sum(row->sum + t, (int32_t)ekv_max64(0, ekv_min64(EKV_SKETCH_GROUP, (int64_t)row->n - t)));
-    }
-}
-
-/* How far above its page's limit a sum must be for about one token in `share` to be so: from every fourth token. */
-static int32_t best_distance(const ekv_step *step, const ekv_row *row, int64_t first_page, int64_t end_page, const int32_t *limit,
-                             int32_t share) {
-    enum { BINS = 256, EVERY = 4 };
-    const int32_t per_page = step->kv.page_size / EKV_SKETCH_GROUP;
-    int32_t histogram[BINS] = {0}, top = 0, groups = 0, bin = BINS - 1;
-    for (int64_t i = 0; i < end_page - first_page; i++) {
-        if (limit[i] == INT32_MAX) continue;
-        const int32_t above = (int32_t)largest_sum(row->top + (first_page + i) * per_page, per_page) - limit[i];
-        top = above > top ? above : top;
-        groups += per_page;
-    }
-    const int32_t width = top / BINS + 1;
-    for (int64_t i = 0; i < end_page - first_page; i++)
-        for (int64_t group = (first_page + i) * per_page; group < (first_page + i + 1) * per_page && limit[i] != INT32_MAX; group++) {
-            if ((int32_t)row->top[group] <= limit[i]) continue;
-            for (int32_t t = 0; t < EKV_SKETCH_GROUP; t += EVERY) {
-                const int32_t above = (int32_t)row->sum[group * EKV_SKETCH_GROUP + t] - limit[i];
-                if (above > 0 && above <= top) histogram[above / width]++;
-            }
-        }
-    const int32_t wanted = groups * EKV_SKETCH_GROUP / (share * EVERY);
-    for (int32_t count = histogram[bin]; bin > 0 && count < wanted; count += histogram[bin]) bin--;
-    return bin * width;
-}
-
-/* Reads the tokens of a span with the highest bounds above the cut, about one in `share` for each row. */
-static void read_best(const ekv_step *step, ekv_item *item, int64_t first_page, int64_t end_page, int32_t share) {
-    const int32_t per_page = step->kv.page_size / EKV_SKETCH_GROUP;
-    int32_t limit[SPAN_PAGES];
-    gather g = {0};
-    for (int32_t r = 0; r < item->rows; r++) {
-        const ekv_row *row = &item->row[r];
-        span_limits(step, item, row, first_page, end_page, limit);
-        const int32_t distance = best_distance(step, row, first_page, end_page, limit, share);
-        for (int64_t i = 0; i < end_page - first_page; i++) {
-            if (limit[i] == INT32_MAX) continue;
-            const int32_t least = limit[i] + (distance > 1 ? distance : 1);
-            for (int64_t group = (first_page + i) * per_page; group < (first_page + i + 1) * per_page; group++) {
-                if ((int32_t)row->top[group] < least) continue;
-                const int64_t first = group * EKV_SKETCH_GROUP, end = ekv_min64(first + EKV_SKETCH_GROUP, row->n);
-                for (int64_t t = first; t < end; t++)
-                    if ((int32_t)row->sum[t] >= least) want(step, item, &g, (int32_t)t);
-            }
-        }
-    }
-    read_tokens(step, item, g.token, g.n);
+/* Groups of a span. */
+static int64_t first_group(int32_t span) { return (int64_t)span * (EKV_SPAN / EKV_SKETCH_GROUP); }
+static int64_t end_group(const ekv_item *item, int32_t span) {
+    return ekv_min64(first_group(span + 1), ekv_ceil_div(item->n, EKV_SKETCH_GROUP));
 }
 
 void ekv_certify_sketch(const ekv_step *step, ekv_item *item, int32_t span) {
-    item->part[span].count = 0;
     if (!item->use_sketch) return;
-    const int32_t page_size = step->kv.page_size;
-    const int64_t first = ekv_ceil_div((int64_t)span * EKV_SPAN, page_size);
-    const int64_t end = ekv_min64(item->pages, ekv_ceil_div(((int64_t)span + 1) * EKV_SPAN, page_size));
-    for (int64_t p = first; p < end; p++) item->looked[p] = page_needed(item, p) && page_sketched(step, item, p);
-    for (int64_t p = first; p < end;) {
-        int64_t run = 0;
-        while (p + run < end && item->looked[p + run]) run++;
-        if (run) look_up(step, item, p, run);
-        if (run) find_tops(step, item, p, run);
-        item->part[span].count += (int32_t)run;
-        p += run ? run : 1;
+    const int32_t per_page = step->kv.page_size / EKV_SKETCH_GROUP;
+    run run = {0};
+    for (int64_t group = first_group(span); group < end_group(item, span); group++) {
+        const uint8_t needed = item->needed[group / per_page];
+        if (needed == SKETCHED) {
+            run_add(step, item, &run, group);
+            item->part[span].looked++;
+            continue;
+        }
+        for (int32_t r = 0; r < item->rows; r++) fill_sums(&item->row[r], group, needed ? MUST_READ : 0);
     }
+    look_up(step, item, &run);
 }
 
-void ekv_certify_raise(const ekv_step *step, ekv_item *item, ekv_row *row) {
-    if (item->use_sketch) raise_cut(step, item, row); /* otherwise no round has read anything */
+/* Counts a sample of the row's sums, so that a round can read about so many of the highest. */
+static void count_sums(ekv_row *row) {
+    const int32_t stride = (int32_t)ekv_max64(1, row->n / 2048);
+    ekv_table *t = row->table;
+    memset(t->histogram, 0, sizeof t->histogram);
+    t->counted = 0;
+    for (int32_t i = 0; i < row->n; i += stride, t->counted++) t->histogram[row->sum[i] / EKV_BIN_WIDTH]++;
 }
 
-void ekv_certify_round(const ekv_step *step, ekv_item *item, int32_t span, int round) {
-    const int32_t page_size = step->kv.page_size;
-    const int64_t first = ekv_ceil_div((int64_t)span * EKV_SPAN, page_size);
+/* The next round reads sums above row->take: few at first, since tau is low and many that look good are not; then a share of those that
+ * are not ruled out, at least one token in 64; all if not many are left. */
+static void choose_take(ekv_row *row, int round) {
+    const ekv_table *t = row->table;
+    int32_t survivors = 0, bin = row->limit / EKV_BIN_WIDTH, taken = 0;
+    for (int32_t b = bin; b < EKV_BINS; b++) survivors += t->histogram[b];
+    const int32_t wanted = round == 0 ? t->counted / FIRST_SHARE : (int32_t)ekv_max64(t->counted / 64, survivors / NEXT_SHARE);
+    if (survivors <= 2 * wanted) return;
+    for (bin = EKV_BINS - 1; bin > 0 && taken < wanted; bin--) taken += t->histogram[bin];
+    const int32_t take = (bin + 1) * EKV_BIN_WIDTH - 1;
+    if (take > row->limit) row->take = (uint16_t)take;
+}
+
+void ekv_certify_raise(const ekv_step *step, ekv_item *item, ekv_row *row, int round) {
     if (!item->use_sketch) return;
-    read_best(step, item, first, ekv_min64(item->pages, ekv_ceil_div(((int64_t)span + 1) * EKV_SPAN, page_size)), round_share[round]);
+    if (round == 0)
+        count_sums(row);
+    else
+        raise_cut(step, item, row);
+    row->limit = limit_at(row, (double)row->cut);
+    row->take = row->limit;
+    if (round < EKV_CERTIFY_ROUNDS - 1) choose_take(row, round);
 }
 
 /*
- * With max_mass > 0: how many steps of the row's table the limit may be raised in this span.  The tokens that are skipped for it, each
- * given its bound u, hold at most sum (u - cut)^beta of the mass, since cut <= tau of what was read; each span may skip its share of
- * max_mass.  *skipped: what this span skips.
+ * With max_mass > 0: how far the row's limit may be raised in this span.  The tokens that are skipped for it, each given its bound u,
+ * hold at most sum (u - cut)^beta of the mass, since cut <= tau of what was read; each span may skip its share of max_mass.
+ * part->sum: what this span skips.
  */
-static int32_t relaxed_steps(const ekv_step *step, const ekv_item *item, const ekv_row *row, int64_t first_page, int64_t end_page,
-                             double *skipped) {
+static uint16_t relaxed_limit(const ekv_step *step, const ekv_item *item, const ekv_row *row, int32_t span, ekv_part *part) {
     enum { BINS = 256 };
-    int32_t count[BINS] = {0};
-    const double beta = 1.0 / (row->alpha - 1.0), allowed = step->p.max_mass * (double)((end_page - first_page) * step->kv.page_size) / row->n;
+    int32_t count[BINS] = {0}, bin = 0;
+    const int32_t first = span * EKV_SPAN, end = (int32_t)ekv_min64(row->n, (int64_t)first + EKV_SPAN);
+    const double beta = 1.0 / (row->alpha - 1.0), allowed = step->p.max_mass * (double)(end - first) / row->n;
     const int32_t width = (int32_t)ekv_max64(1, (int64_t)(1.0 / row->table->step / BINS)); /* bins up to cut + 1 */
-    *skipped = 0.0;
-    for (int64_t p = first_page; p < end_page && p < row->pages; p++) {
-        if (!item->looked[p]) continue;
-        const int32_t limit = sum_limit(step, item, row, p, (double)row->cut), first = (int32_t)p * step->kv.page_size;
-        for (int32_t t = first; t < first + ekv_page_tokens(step, row->n, p); t++) {
-            const int32_t above = (int32_t)row->sum[t] - limit;
-            if (above > 0 && above / width < BINS && !item->read[t]) count[above / width]++;
-        }
+    for (int32_t t = first; t < end; t++) {
+        const int32_t over = (int32_t)row->sum[t] - row->limit - 1;
+        if (over >= 0 && over / width < BINS && row->sum[t] < MUST_READ && !(item->read[t / 64] >> t % 64 & 1)) count[over / width]++;
     }
-    for (int32_t bin = 0; bin < BINS; bin++) {
+    for (; bin < BINS; bin++) {
         const double excess = (double)(bin + 1) * width * row->table->step * (1.0 + 1e-6);
         const double more = count[bin] ? count[bin] * ekv_pow(excess, beta) : 0.0;
-        if (!(*skipped + more <= allowed)) return bin * width - 1 > 0 ? bin * width - 1 : 0;
-        *skipped += more;
+        if (!(part->sum + more <= allowed)) break;
+        part->sum += more;
     }
-    return BINS * width - 1;
+    return (uint16_t)ekv_min64((int64_t)row->limit + (int64_t)bin * width, MUST_READ - 1);
 }
 
-void ekv_certify_sweep(const ekv_step *step, ekv_item *item, int32_t span) {
-    const int32_t page_size = step->kv.page_size;
-    const int64_t first_page = ekv_ceil_div((int64_t)span * EKV_SPAN, page_size);
-    const int64_t end_page = ekv_min64(item->pages, ekv_ceil_div(((int64_t)span + 1) * EKV_SPAN, page_size));
-    int32_t relaxed[EKV_ITEM_ROWS] = {0};
-    gather g = {0};
+/* Puts a span's list into token order, leaving out what the cut rules out. */
+static void sort_list(const ekv_step *step, ekv_row *row, int32_t span, ekv_part *part) {
+    float *z = row->list_z + (size_t)span * EKV_SPAN, dense[EKV_SPAN];
+    int32_t *token = row->list_token + (size_t)span * EKV_SPAN, count = 0;
+    uint64_t bits[EKV_SPAN / 64] = {0};
+    bool ordered = true;
+    ekv_keep_args keep = {z, token, part->count, row->cut, z, token, 0};
+    step->kernels->keep(&keep);
+    part->count = keep.count;
+    for (int32_t i = 1; i < keep.count; i++) ordered &= token[i] > token[i - 1];
+    if (ordered) return;
+    for (int32_t i = 0; i < keep.count; i++) {
+        const int32_t at = token[i] % EKV_SPAN;
+        dense[at] = z[i];
+        bits[at / 64] |= UINT64_C(1) << at % 64;
+    }
+    for (int32_t w = 0; w < EKV_SPAN / 64; w++)
+        for (uint64_t mask = bits[w]; mask; mask &= mask - 1) {
+            const int32_t at = w * 64 + lowest_bit(mask);
+            z[count] = dense[at];
+            token[count++] = span * EKV_SPAN + at;
+        }
+}
+
+void ekv_certify_round(const ekv_step *step, ekv_item *item, int32_t span, int round) {
+    const bool last = round == EKV_CERTIFY_ROUNDS - 1;
+    if (!item->use_sketch) {
+        if (last) ekv_scan(step, item, span);
+        return;
+    }
+    const int32_t first = span * EKV_SPAN, n = (int32_t)ekv_min64(item->n - (int64_t)first, EKV_SPAN);
+    uint64_t needed[EKV_SPAN / 64] = {0};
     for (int32_t r = 0; r < item->rows; r++) {
-        ekv_part *part = &item->part[(int64_t)r * item->spans + span];
-        part->sum = 0.0;
-        if (step->p.max_mass > 0.0 && item->use_sketch)
-            relaxed[r] = relaxed_steps(step, item, &item->row[r], first_page, end_page, &part->sum);
+        const ekv_row *row = &item->row[r];
+        const uint16_t limit = last && step->p.max_mass > 0.0 ? relaxed_limit(step, item, row, span, parts_of(item, row) + span) : row->take;
+        ekv_above_args above = {row->sum + first, (n + EKV_SKETCH_GROUP - 1) / EKV_SKETCH_GROUP * EKV_SKETCH_GROUP, limit, needed};
+        step->kernels->above(&above);
     }
-    for (int64_t p = first_page; p < end_page; p++) {
-        if (!page_needed(item, p)) continue;
-        if (!item->use_sketch || !item->looked[p]) {
-            want_page(step, item, &g, p);
-            continue;
-        }
-        const int32_t first = (int32_t)p * page_size, n = ekv_page_tokens(step, item->n, p);
-        uint8_t needed[EKV_MAX_PAGE_SIZE] = {0};
-        for (int32_t r = 0; r < item->rows; r++) {
-            const ekv_row *row = &item->row[r];
-            if (p >= row->pages) continue;
-            const int32_t limit = sum_limit(step, item, row, p, (double)row->cut), seen = ekv_page_tokens(step, row->n, p);
-            const int32_t raised = limit < 0 ? limit : limit + relaxed[r] < 65534 ? limit + relaxed[r] : 65534;
-            for (int32_t t = 0; t < seen; t++) needed[t] |= (int32_t)row->sum[first + t] > raised;
-        }
-        for (int32_t t = 0; t < n; t++)
-            if (needed[t]) want(step, item, &g, first + t);
-    }
-    read_tokens(step, item, g.token, g.n);
+    if (n % 64) needed[n / 64] &= (UINT64_C(1) << n % 64) - 1;
+    reader rd;
+    reader_begin(item, &rd);
+    rd.span = span;
+    for (int32_t w = 0; w * 64 < n; w++) read_mask(step, item, &rd, first + w * 64, needed[w]);
+    reader_flush(step, item, &rd);
+    for (int32_t r = 0; r < item->rows && last; r++) sort_list(step, &item->row[r], span, parts_of(item, &item->row[r]) + span);
 }

@@ -319,9 +319,21 @@ static void check_softmax(ekv_check *c) {
         z_max = z[i] > z_max ? z[i] : z_max;
     }
     if (z_max == -INFINITY) z_max = 0.0f;
-    a.z_max = c->value[2] ? z_max + 3.5f : z_max;
+    a.z_max = c->value[2] == 0 ? z_max : c->value[2] == 1 ? z_max + 3.5f : -INFINITY;
     ekv_seal(c);
     c->table->softmax(&a);
+    bool number = true;
+    float largest = c->value[2] == 0 ? z_max : c->value[2] == 1 ? z_max + 3.5f : -INFINITY;
+    for (int i = 0; i < n; i++) {
+        number = number && z[i] == z[i];
+        largest = z[i] > largest ? z[i] : largest;
+    }
+    ekv_expect(c, "z_max", 0, (double)a.z_max, number ? (double)largest : (double)NAN, 0.0);
+    if (number && largest == -INFINITY) {
+        for (int i = 0; i < n; i++) ekv_expect(c, "weight", i, (double)a.weight[i], 0.0, 0.0);
+        ekv_expect(c, "sum", 0, a.sum, 0.0, 0.0);
+        return;
+    }
     double sum = 0.0, room = 0.0;
     for (int i = 0; i < n; i++) {
         const double d = (double)z[i] - (double)a.z_max, right = exp(d);
@@ -333,7 +345,7 @@ static void check_softmax(ekv_check *c) {
     ekv_expect(c, "sum", 0, a.sum, sum, room + 6.0 * EKV_U * sum);
 }
 
-static const char *const maxima[] = {"their maximum", "above it"};
+static const char *const maxima[] = {"their maximum", "above it", "-infinity"};
 
 const ekv_family ekv_list_families[] = {
     {"keep",

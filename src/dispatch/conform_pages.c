@@ -202,7 +202,7 @@ static void expect_bound_holds(ekv_check *c, ekv_dtype dtype, const ekv_bound_ar
     for (int k = 0; k < n && !c->failed; k++) {
         int32_t token[EKV_TILE] = {a->first[i] + ekv_below(c, a->last[i] - a->first[i] + 1)};
         float z[EKV_TILE];
-        ekv_score_args s = {&a->q, &a->slope, &a->q_token, 1, keys + k, token, 1, a->dim, z};
+        ekv_score_args s = {&a->q, &a->slope, &a->q_token, 1, keys + k, token, 1, a->dim, z, NULL, 0};
         c->table->score[dtype](&s);
         ekv_expect_true(c, "bound is at least the score of a key of the page", i, !((double)z[0] > (double)a->bound[i]));
     }

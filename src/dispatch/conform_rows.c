@@ -179,7 +179,7 @@ static void check_score(ekv_check *c) {
         const int r = ekv_below(c, a.rows), i = ekv_below(c, a.n);
         const float together = a.z[(size_t)r * EKV_TILE + i];
         int32_t token[EKV_TILE] = {a.token[i]};
-        ekv_score_args one = {a.q + r, a.slope + r, a.q_token + r, 1, a.keys + i, token, 1, a.dim, alone};
+        ekv_score_args one = {a.q + r, a.slope + r, a.q_token + r, 1, a.keys + i, token, 1, a.dim, alone, NULL, 0};
         c->table->score[dtype](&one);
         ekv_expect(c, "z of one row and one key alone", (int64_t)r * EKV_TILE + i, (double)alone[0], (double)together, 0.0);
     }
@@ -195,41 +195,55 @@ static const int value_rows[] = {1, 2, 3, 7, 8, 31, 64, 127, 128};
 
 enum { VALUES_NORMAL, VALUES_SKIPPED, VALUES_NAN, VALUES_LARGE, VALUES_NONE };
 
+static const int weight_rows[] = {1, 2, 3, 5};
+
 static void check_accumulate(ekv_check *c) {
     const ekv_dtype dtype = (ekv_dtype)c->value[0];
-    const int dim = c->value[1], n = c->value[2], content = c->value[3];
-    int used = 0;
+    const int dim = c->value[1], n = c->value[2], content = c->value[3], rows = c->value[4];
     c->unsupported = !c->table->accumulate[dtype];
     if (c->unsupported) return;
     const void **values = ekv_rows(c, "value", n, dim, dtype);
-    float *weight = ekv_room_in(c, "weight", n, sizeof *weight), *sum = ekv_room_inout(c, "sum", dim, sizeof *sum);
-    double before[EKV_MAX_DIM];
-    if (c->failed) return;
+    const float **weights = ekv_room_in(c, "weight pointers", rows, sizeof *weights);
+    float **sums = ekv_room_in(c, "sum pointers", rows, sizeof *sums), *weight[5] = {0};
+    double *before = ekv_scratch(c, (size_t)rows * EKV_MAX_DIM * sizeof *before);
+    for (int r = 0; r < rows && !c->failed; r++) {
+        weights[r] = weight[r] = ekv_room_in(c, "weight", n, sizeof **weight);
+        sums[r] = ekv_room_inout(c, "sum", dim, sizeof **sums);
+    }
+    if (c->failed || !before) return;
     for (int i = 0; i < n; i++) {
-        const bool skipped = content == VALUES_NONE || (content == VALUES_SKIPPED && ekv_below(c, 2));
-        weight[i] = skipped ? 0.0f : (float)ekv_uniform(c, 1e-6, 1.0);
-        used += !skipped;
+        bool used = false;
+        for (int r = 0; r < rows; r++) {
+            const bool skipped = content == VALUES_NONE || (content == VALUES_SKIPPED && ekv_below(c, 2));
+            weight[r][i] = skipped ? 0.0f : (float)ekv_uniform(c, 1e-6, 1.0);
+            used |= !skipped;
+        }
         for (int d = 0; d < dim; d++) {
-            double x = skipped ? (double)NAN : ekv_normal(c);
+            double x = !used ? (double)NAN : ekv_normal(c);
             if (content == VALUES_LARGE) x *= dtype == EKV_F16 ? 1e4 : 1e30;
             if (content == VALUES_NAN && i == n / 2 && d == dim / 2) x = (double)NAN;
             ekv_put(dtype, (void *)(uintptr_t)values[i], d, x);
         }
     }
-    for (int d = 0; d < dim; d++) before[d] = (double)(sum[d] = (float)ekv_normal(c));
+    for (int r = 0; r < rows; r++)
+        for (int d = 0; d < dim; d++) before[r * EKV_MAX_DIM + d] = (double)(sums[r][d] = (float)ekv_normal(c));
     ekv_seal(c);
-    ekv_accumulate_args a = {values, weight, n, dim, sum};
+    ekv_accumulate_args a = {values, weights, rows, n, dim, sums, values, dim * (int)ekv_element_bytes(dtype)};
     c->table->accumulate[dtype](&a);
-    for (int d = 0; d < dim; d++) {
-        double total = 0.0, size = 0.0;
-        for (int i = 0; i < n; i++) {
-            const double term = weight[i] == 0.0f ? 0.0 : (double)weight[i] * ekv_reference_load(dtype, values[i], d);
-            total += term;
-            size += fabs(term);
+    for (int r = 0; r < rows; r++)
+        for (int d = 0; d < dim; d++) {
+            double total = 0.0, size = 0.0, used = 0.0;
+            for (int i = 0; i < n; i++) {
+                if (weight[r][i] == 0.0f) continue;
+                const double term = (double)weight[r][i] * ekv_reference_load(dtype, values[i], d);
+                total += term;
+                size += fabs(term);
+                used++;
+            }
+            const double first = before[r * EKV_MAX_DIM + d];
+            ekv_expect(c, "sum", (int64_t)r * dim + d, (double)sums[r][d], first + total,
+                       SECOND * EKV_U * (used * size + fabs(first + total)));
         }
-        ekv_expect(c, "sum", d, (double)sum[d], before[d] + total,
-                   SECOND * EKV_U * ((double)used * size + fabs(before[d] + total)));
-    }
 }
 
 const ekv_family ekv_row_families[] = {
@@ -253,5 +267,5 @@ const ekv_family ekv_row_families[] = {
      800,
      check_accumulate,
      {EKV_NAMES("dtype", ekv_dtypes), EKV_NUMBERS("dim", dims), EKV_NUMBERS("values", value_rows),
-      EKV_NAMES("content", value_contents), EKV_NAMES("memory", ekv_placements)}},
+      EKV_NAMES("content", value_contents), EKV_NUMBERS("rows", weight_rows), EKV_NAMES("memory", ekv_placements)}},
     {0}};

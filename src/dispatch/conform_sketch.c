@@ -1,7 +1,7 @@
 /*
- * Conformance of the kernels that make and read sketches of keys: encode, lookup.
+ * Conformance of the kernels that make and read sketches of keys: encode, lookup, above.
  *
- * lookup is exact.  encode decides in floats what is nearest and how large a norm is; the oracle follows the decisions in
+ * lookup and above are exact.  encode decides in floats what is nearest and how large a norm is; the oracle follows the decisions in
  * double and asks of each that it be right within the rounding of what it was made from: x = key - center              u |x_d|
  *   y = P x                       (ceil(dim / 32) + 5) u of sum |P_ad x_d|, as a score, and u of it for x: e_a
  *   a residual of y               another u of its size for each code that the axis has had
@@ -25,16 +25,17 @@ static void check_lookup(ekv_check *c) {
     const int codes = c->value[0], groups = c->value[1], content = c->value[2];
     c->unsupported = !c->table->lookup;
     if (c->unsupported) return;
-    uint8_t *low = ekv_room_in(c, "low", 16 * codes, 1), *high = ekv_room_in(c, "high", 16 * codes, 1);
+    uint16_t *table = ekv_room_in(c, "table", 16 * codes, sizeof *table);
     const uint8_t **group = ekv_room_in(c, "group pointers", groups, sizeof *group);
+    uint16_t *start = ekv_room_in(c, "start", groups, sizeof *start);
     uint16_t *sum = ekv_room_out(c, "sum", (int64_t)groups * EKV_SKETCH_GROUP, sizeof *sum);
     uint8_t *codes_of[16];
     if (c->failed) return;
+    for (int g = 0; g < groups; g++) start[g] = (uint16_t)(g % 3 == 0 ? 0 : ekv_below(c, g % 3 == 1 ? 100 : 65536));
     for (int i = 0; i < 16 * codes; i++) {
-        low[i] = content == 3 ? 0 : content == 2 ? 255 : (uint8_t)ekv_below(c, 256);
-        high[i] = content == 3 || content == 4 ? 0
-                  : content == 2               ? 255
-                                               : (uint8_t)ekv_below(c, content == 1 ? 256 : 1 + 120 / codes);
+        const int low = content == 3 ? 0 : content == 2 ? 255 : ekv_below(c, 256);
+        const int high = content == 3 || content == 4 ? 0 : content == 2 ? 255 : ekv_below(c, content == 1 ? 256 : 1 + 120 / codes);
+        table[i] = (uint16_t)(low + 256 * high);
     }
     for (int g = 0; g < groups; g++) {
         group[g] = codes_of[g] = ekv_room_in(c, "group", codes / 2 * EKV_SKETCH_GROUP, 1);
@@ -42,18 +43,41 @@ static void check_lookup(ekv_check *c) {
         for (int i = 0; i < codes / 2 * EKV_SKETCH_GROUP; i++) codes_of[g][i] = (uint8_t)ekv_below(c, 256);
     }
     ekv_seal(c);
-    ekv_lookup_args a = {low, high, codes, group, groups, sum};
+    ekv_lookup_args a = {table, codes, group, start, groups, sum};
     c->table->lookup(&a);
     for (int g = 0; g < groups; g++)
         for (int t = 0; t < EKV_SKETCH_GROUP; t++) {
-            int64_t total = 0;
+            int64_t total = start[g];
             for (int code = 0; code < codes; code++) {
                 const uint8_t pair = codes_of[g][code / 2 * EKV_SKETCH_GROUP + t];
                 const int number = code % 2 ? pair >> 4 : pair & 15;
-                total += low[16 * code + number] + 256 * (int64_t)high[16 * code + number];
+                total += table[16 * code + number];
             }
             ekv_expect(c, "sum", g * EKV_SKETCH_GROUP + t, sum[g * EKV_SKETCH_GROUP + t], (double)ekv_min64(total, 65535), 0.0);
         }
+}
+
+/* ---- above ---- */
+
+static const int sum_counts[] = {16, 32, 48, 64, 80, 128, 208, 4096};
+static const char *const limits[] = {"0", "an odd one of the sums", "32767", "65534", "65535"};
+
+static void check_above(ekv_check *c) {
+    const int n = c->value[0], kind = c->value[1];
+    c->unsupported = !c->table->above;
+    if (c->unsupported) return;
+    uint16_t *sum = ekv_room_in(c, "sum", n, sizeof *sum);
+    uint64_t *bits = ekv_room_inout(c, "bits", (n + 63) / 64, sizeof *bits), before[64];
+    if (c->failed) return;
+    for (int t = 0; t < n; t++) sum[t] = (uint16_t)(t % 5 == 0 ? 65535 : t % 7 == 0 ? 0 : ekv_below(c, 65536));
+    for (int w = 0; w < (n + 63) / 64; w++) before[w] = bits[w] = UINT64_C(1) << ekv_below(c, 64);
+    const uint16_t limit = (uint16_t)(kind == 0 ? 0 : kind == 1 ? sum[n / 2 + 1] : kind == 2 ? 32767 : kind == 3 ? 65534 : 65535);
+    ekv_seal(c);
+    ekv_above_args a = {sum, n, limit, bits};
+    c->table->above(&a);
+    for (int t = 0; t < (n + 63) / 64 * 64; t++)
+        ekv_expect(c, "bits", t, (double)(bits[t / 64] >> t % 64 & 1),
+                   (double)((before[t / 64] >> t % 64 & 1) | (t < n && sum[t] > limit)), 0.0);
 }
 
 /* ---- encode ---- */
@@ -302,4 +326,5 @@ const ekv_family ekv_sketch_families[] = {
      check_lookup,
      {EKV_NUMBERS("codes", code_counts), EKV_NUMBERS("groups", group_counts), EKV_NAMES("tables", table_contents),
       EKV_NAMES("memory", ekv_placements)}},
+    {"above", 120, check_above, {EKV_NUMBERS("sums", sum_counts), EKV_NAMES("limit", limits), EKV_NAMES("memory", ekv_placements)}},
     {0}};

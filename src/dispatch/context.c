@@ -154,6 +154,7 @@ ekv_status ekv_context_create(const ekv_context_params *params, ekv_context **co
     c->parallel_for = p.parallel_for;
     c->parallel_user = p.parallel_user;
     c->fixed_scratch = p.fixed_scratch != 0;
+    c->max_scratch = p.max_scratch ? p.max_scratch : EKV_DEFAULT_MAX_SCRATCH;
     const ekv_status status = choose_backend(c, p.backend, p.stream, message, message_size);
     if (status != EKV_OK) {
         ekv_release(&p.allocator, c, sizeof *c);

@@ -14,19 +14,17 @@
 /* ---- items ---- */
 
 /* Rows of a sequence are numbered token by token, heads of the group within; an item takes whole tokens where the group is small. */
-static int32_t rows_per_item(const ekv_step *step) {
-    return step->group >= EKV_ITEM_ROWS ? EKV_ITEM_ROWS : EKV_ITEM_ROWS / step->group * step->group;
-}
+static int32_t whole_tokens(const ekv_step *step, int32_t rows) { return rows <= step->group ? rows : rows / step->group * step->group; }
 
 static int64_t blocks_of(const ekv_step *step, int32_t b) {
-    return ekv_ceil_div((ekv_q_begin(&step->p, b + 1) - ekv_q_begin(&step->p, b)) * step->group, rows_per_item(step));
+    return ekv_ceil_div((ekv_q_begin(&step->p, b + 1) - ekv_q_begin(&step->p, b)) * step->group, step->item_rows);
 }
 
 /* Fills in where an item lies; its memory comes later. */
 static void describe_item(const ekv_step *step, int32_t b, int32_t head, int64_t block, ekv_item *item) {
     const int64_t queries = ekv_q_begin(&step->p, b + 1) - ekv_q_begin(&step->p, b), length = ekv_length_of(step, b);
-    *item = (ekv_item){.sequence = b, .head = head, .first_row = (int32_t)(block * rows_per_item(step))};
-    item->rows = (int32_t)ekv_min64(rows_per_item(step), queries * step->group - item->first_row);
+    *item = (ekv_item){.sequence = b, .head = head, .first_row = (int32_t)(block * step->item_rows)};
+    item->rows = (int32_t)ekv_min64(step->item_rows, queries * step->group - item->first_row);
     const int64_t last_token = (item->first_row + item->rows - 1) / step->group;
     item->n = (int32_t)ekv_max64(0, length - (queries - 1 - last_token));
     if (length == 0) item->n = 0;
@@ -44,28 +42,30 @@ static void place_item(const ekv_step *step, ekv_item *item, ekv_arena *arena) {
     item->part = ekv_take(arena, rows * (size_t)item->spans, sizeof *item->part);
     item->values = ekv_take(arena, rows * (size_t)item->spans * ekv_padded(step->kv.v_dim), sizeof(float));
     item->count = ekv_take(arena, step->moments ? 4 * pages : 0, sizeof(float));
-    item->read = ekv_take(arena, step->certified ? (size_t)item->n : 0, 1);
-    item->touched = ekv_take(arena, step->certified ? (size_t)item->n / EKV_TOUCHED + 1 : 0, sizeof *item->touched);
-    item->looked = ekv_take(arena, step->certified ? pages : 0, 1);
+    item->read = ekv_take(arena, step->certified ? (size_t)item->n / 64 + 1 : 0, sizeof(uint64_t));
+    item->needed = ekv_take(arena, step->certified ? pages : 0, 1);
+    if (!step->certified) item->needed = NULL;
     item->seen = ekv_take(arena, step->p.report ? (size_t)item->n / 64 + 1 : 0, sizeof(uint64_t));
     for (size_t r = 0; r < rows; r++) {
         ekv_row row = {0};
         row.q = ekv_take(arena, ekv_padded(step->kv.k_dim), sizeof(float));
         row.selected = ekv_take(arena, step->sparse ? pages : 0, 1);
         row.bound = ekv_take(arena, step->bounds || step->certified ? pages : 0, sizeof(float));
+        row.order = ekv_take(arena, step->p.policy == EKV_POLICY_TOPK ? pages : 0, sizeof(uint32_t));
         const bool sketch = step->certified && step->index && step->index->codes;
         row.table = ekv_take(arena, sketch ? 1 : 0, sizeof *row.table);
-        row.top = ekv_take(arena, sketch ? pages * (size_t)step->kv.page_size / EKV_SKETCH_GROUP : 0, sizeof *row.top);
-        row.center = ekv_take(arena, sketch ? (size_t)ekv_ceil_div(item->pages, step->index->stretch) : 0, sizeof *row.center);
+        const size_t stretches = sketch ? (size_t)ekv_ceil_div(item->pages, step->index->stretch) : 0;
+        row.center = ekv_take(arena, stretches, sizeof *row.center);
+        row.start = ekv_take(arena, stretches, sizeof *row.start);
         row.mean = ekv_take(arena, step->moments ? pages : 0, sizeof(float));
         row.deviation = ekv_take(arena, step->moments ? pages : 0, sizeof(float));
         row.list_z = ekv_take(arena, list, sizeof(float));
-        row.list_token = ekv_take(arena, list + EKV_MAX_PAGE_SIZE, sizeof(int32_t)); /* `lookup` fills whole groups */
-        row.weight = ekv_take(arena, list, sizeof(float));
+        row.list_token = ekv_take(arena, list, sizeof(int32_t));
+        row.weight = ekv_take(arena, list + (step->certified ? EKV_CERTIFY_SPARE : 0), sizeof(float));
         if (!arena->base) continue;
         if (!step->sparse) row.selected = NULL;
         if (!step->bounds && !step->certified) row.bound = NULL;
-        row.sum = (uint16_t *)row.list_token;
+        row.sum = (uint16_t *)row.weight;
         if (!step->moments) row.mean = row.deviation = NULL;
         if (!list) row.list_z = row.weight = NULL, row.list_token = NULL;
         item->row[r] = row;
@@ -93,6 +93,7 @@ static void prepare_row(const ekv_step *step, ekv_item *item, int32_t r) {
     ekv_describe_row(step, item, r, row);
     const double factor = row->softmax ? 1.0 : row->alpha - 1.0, beta = 1.0 / factor;
     row->power = beta > 65.0 ? 65 : beta <= 1.0 ? 1 : (int32_t)ceil(beta - 1e-9);
+    row->cut = -INFINITY;
     row->slope = step->p.slopes ? (float)(factor * (double)step->p.slopes[row->head]) : 0.0f;
     ekv_load_row_args load = {row->query, step->kv.k_dim, (float)(factor * row->scale), row->q};
     step->kernels->load_row[step->p.q_dtype](&load);
@@ -108,9 +109,11 @@ static void prepare(const ekv_step *step, ekv_item *item) {
 /* What a step takes, measured before anything is touched. */
 typedef struct plan {
     int64_t items, spans, rows;
-    size_t item_bytes; /* of the largest item */
-    size_t all_bytes;  /* of all items together */
-    bool whole;        /* items are the tasks, each thread using the memory of one item; else spans are */
+    size_t item_bytes;  /* of the largest item */
+    size_t all_bytes;   /* of all items together */
+    size_t fixed_bytes; /* of the step's own arrays */
+    size_t room;        /* for items, with the ceiling on scratch */
+    bool whole;         /* items are the tasks, each thread using the memory of one item; else spans are */
 } plan;
 
 typedef struct run {
@@ -118,47 +121,79 @@ typedef struct run {
     plan plan;
     ekv_item *items;
     int64_t *first_span, *first_row; /* [items + 1] number of each item's first span and row */
+    int64_t begin, end;              /* by stages: the items of this wave */
     char *arenas;                    /* the items' memory */
     int round;                       /* certified */
 } run;
 
-static plan make_plan(const ekv_step *step) {
-    plan p = {0};
-    int64_t total = 0, longest = 0;
-    for (int32_t b = 0; b < step->p.batch; b++)
-        for (int64_t block = 0; block < blocks_of(step, b); block++) {
-            ekv_item item;
-            ekv_arena arena = {NULL, 0};
-            describe_item(step, b, 0, block, &item); /* the same for every head */
-            place_item(step, &item, &arena);
-            const int64_t heads = step->kv.kv_heads, work = (int64_t)item.n * item.rows;
-            p.items += heads;
-            p.spans += heads * item.spans;
-            p.rows += heads * item.rows;
-            p.all_bytes += (size_t)heads * arena.used;
-            p.item_bytes = arena.used > p.item_bytes ? arena.used : p.item_bytes;
-            total += heads * work;
-            longest = work > longest ? work : longest;
-        }
-    const int64_t threads = step->context->threads;
-    const bool even = p.items >= 4 * threads && longest * threads <= 2 * total;
-    p.whole = !step->by_stages && (threads == 1 || even || p.spans == p.items);
-    return p;
-}
-
 /* The step's own arrays; with an arena that only measures, nothing is written. */
 static void place_step(ekv_step *step, const plan *p, run *r, ekv_arena *arena) {
-    step->zeta = ekv_take(arena, step->moments ? (size_t)step->kv.page_size + 1 : 0, sizeof(float));
+    step->zeta = ekv_take(arena, step->moments ? 1 : 0, sizeof(float));
     r->items = ekv_take(arena, (size_t)p->items, sizeof *r->items);
     r->first_span = ekv_take(arena, (size_t)p->items + 1, sizeof(int64_t));
     r->first_row = ekv_take(arena, (size_t)p->items + 1, sizeof(int64_t));
 }
 
-static size_t plan_bytes(ekv_step *step, const plan *p) {
+static size_t item_bytes(const ekv_step *step, ekv_item *item) {
+    ekv_arena arena = {NULL, 0};
+    place_item(step, item, &arena);
+    return arena.used;
+}
+
+/* With items of step->item_rows rows. */
+static plan plan_rows(ekv_step *step) {
+    plan p = {0};
     run r;
     ekv_arena arena = {NULL, 0};
-    place_step(step, p, &r, &arena);
-    return arena.used + (p->whole ? p->item_bytes * (size_t)step->context->threads : p->all_bytes);
+    int64_t total = 0, longest = 0;
+    for (int32_t b = 0; b < step->p.batch; b++)
+        for (int64_t block = 0; block < blocks_of(step, b); block++) {
+            ekv_item item;
+            describe_item(step, b, 0, block, &item); /* the same for every head */
+            const size_t bytes = item_bytes(step, &item);
+            const int64_t heads = step->kv.kv_heads, work = (int64_t)item.n * item.rows;
+            p.items += heads;
+            p.spans += heads * item.spans;
+            p.rows += heads * item.rows;
+            p.all_bytes += (size_t)heads * bytes;
+            p.item_bytes = bytes > p.item_bytes ? bytes : p.item_bytes;
+            total += heads * work;
+            longest = work > longest ? work : longest;
+        }
+    place_step(step, &p, &r, &arena);
+    p.fixed_bytes = arena.used;
+    p.room = step->context->max_scratch > p.fixed_bytes ? step->context->max_scratch - p.fixed_bytes : 0;
+    const int64_t threads = step->context->threads;
+    /* policy certified has many short stages, which cost more than some unevenness */
+    const bool even = p.items >= (step->certified ? 2 : 4) * threads && longest * threads <= 2 * total;
+    p.whole = !step->by_stages && (threads == 1 || even || p.spans == p.items) && p.item_bytes * (size_t)threads <= p.room;
+    return p;
+}
+
+/* Items have fewer rows, and so read keys more than once, where one alone would pass the ceiling. */
+static plan make_plan(ekv_step *step) {
+    step->item_rows = whole_tokens(step, EKV_ITEM_ROWS);
+    plan p = plan_rows(step);
+    while (p.item_bytes > p.room && step->item_rows > 1) {
+        step->item_rows = whole_tokens(step, step->item_rows / 2);
+        p = plan_rows(step);
+    }
+    return p;
+}
+
+/* Scratch of the plan: by stages as many items as fit run side by side, at least one; the others follow in waves. */
+static size_t plan_bytes(const ekv_step *step, const plan *p) {
+    const size_t items = p->whole                      ? p->item_bytes * (size_t)step->context->threads
+                         : p->all_bytes <= p->room     ? p->all_bytes
+                         : p->item_bytes > p->room     ? p->item_bytes
+                                                       : p->room;
+    return p->fixed_bytes + items;
+}
+
+static ekv_status check_ceiling(ekv_context *context, const plan *p) {
+    if (p->fixed_bytes + p->item_bytes <= context->max_scratch) return EKV_OK;
+    return ekv_fail(context, EKV_ERROR_CAPACITY, "max_scratch is %zu, less than the %zu bytes that one row of the step needs",
+                    context->max_scratch, p->fixed_bytes + p->item_bytes);
 }
 
 static void describe_items(const ekv_step *step, run *r) {
@@ -194,61 +229,54 @@ static ekv_item *item_of(const run *r, const int64_t *start, int64_t i, int64_t 
 
 static void stage_prepare(void *arg, int64_t i) {
     const run *r = arg;
-    prepare(r->step, &r->items[i]);
+    prepare(r->step, &r->items[r->begin + i]);
 }
 
 static void stage_sketch(void *arg, int64_t i) {
     const run *r = arg;
     int64_t span;
-    ekv_item *item = item_of(r, r->first_span, i, &span);
+    ekv_item *item = item_of(r, r->first_span, i + r->first_span[r->begin], &span);
     ekv_certify_sketch(r->step, item, (int32_t)span);
 }
 
 static void stage_round(void *arg, int64_t i) {
     const run *r = arg;
     int64_t span;
-    ekv_item *item = item_of(r, r->first_span, i, &span);
+    ekv_item *item = item_of(r, r->first_span, i + r->first_span[r->begin], &span);
     ekv_certify_round(r->step, item, (int32_t)span, r->round);
 }
 
 static void stage_raise(void *arg, int64_t i) {
     const run *r = arg;
     int64_t row;
-    ekv_item *item = item_of(r, r->first_row, i, &row);
-    ekv_certify_raise(r->step, item, &item->row[row]);
-}
-
-static void stage_sweep(void *arg, int64_t i) {
-    const run *r = arg;
-    int64_t span;
-    ekv_item *item = item_of(r, r->first_span, i, &span);
-    ekv_certify_sweep(r->step, item, (int32_t)span);
+    ekv_item *item = item_of(r, r->first_row, i + r->first_row[r->begin], &row);
+    ekv_certify_raise(r->step, item, &item->row[row], r->round);
 }
 
 static void stage_scan(void *arg, int64_t i) {
     const run *r = arg;
     int64_t span;
-    ekv_item *item = item_of(r, r->first_span, i, &span);
+    ekv_item *item = item_of(r, r->first_span, i + r->first_span[r->begin], &span);
     ekv_scan(r->step, item, (int32_t)span);
 }
 
 static void stage_values(void *arg, int64_t i) {
     const run *r = arg;
     int64_t span;
-    ekv_item *item = item_of(r, r->first_span, i, &span);
+    ekv_item *item = item_of(r, r->first_span, i + r->first_span[r->begin], &span);
     ekv_values(r->step, item, (int32_t)span);
 }
 
 static void stage_finish(void *arg, int64_t i) {
     const run *r = arg;
     int64_t row;
-    ekv_item *item = item_of(r, r->first_row, i, &row);
+    ekv_item *item = item_of(r, r->first_row, i + r->first_row[r->begin], &row);
     ekv_finish(r->step, item, &item->row[row]);
 }
 
 static void stage_output(void *arg, int64_t i) {
     const run *r = arg;
-    ekv_output(r->step, &r->items[i]);
+    ekv_output(r->step, &r->items[r->begin + i]);
 }
 
 /* All stages of one item, in the memory of this task's slot. */
@@ -262,10 +290,9 @@ static void whole_item(void *arg, int64_t i) {
     if (r->step->certified) {
         for (int32_t span = 0; span < item.spans; span++) ekv_certify_sketch(r->step, &item, span);
         for (int round = 0; round < EKV_CERTIFY_ROUNDS; round++) {
+            for (int32_t row = 0; row < item.rows; row++) ekv_certify_raise(r->step, &item, &item.row[row], round);
             for (int32_t span = 0; span < item.spans; span++) ekv_certify_round(r->step, &item, span, round);
-            for (int32_t row = 0; row < item.rows; row++) ekv_certify_raise(r->step, &item, &item.row[row]);
         }
-        for (int32_t span = 0; span < item.spans; span++) ekv_certify_sweep(r->step, &item, span);
     } else {
         for (int32_t span = 0; span < item.spans; span++) ekv_scan(r->step, &item, span);
     }
@@ -280,18 +307,19 @@ static void whole_item(void *arg, int64_t i) {
 static void fill_zeta(void *arg, int64_t i) {
     ekv_step *step = arg;
     (void)i;
-    for (int32_t n = 0; n <= step->kv.page_size; n++)
-        step->zeta[n] = n == 0 ? 0.0f : (float)ekv_normal_quantile(ekv_pow(step->p.quantile, 1.0 / n));
+    *step->zeta = (float)ekv_normal_quantile(ekv_pow(step->p.quantile, 1.0 / step->kv.page_size));
 }
 
-/* Everything up to the first stage: scratch, descriptions, and where items stand side by side their memory. */
+/* Everything up to the first stage: scratch and descriptions. */
 static ekv_status begin(ekv_context *context, ekv_step *step, run *r) {
     const plan p = make_plan(step);
     const size_t bytes = plan_bytes(step, &p);
+    ekv_status status = check_ceiling(context, &p);
+    if (status != EKV_OK) return status;
     if (bytes > context->scratch_bytes && context->fixed_scratch)
         return ekv_fail(context, EKV_ERROR_CAPACITY, "the step needs %zu bytes of scratch; %zu are reserved and fixed_scratch is set",
                         bytes, context->scratch_bytes);
-    const ekv_status status = ekv_need_scratch(context, bytes);
+    status = ekv_need_scratch(context, bytes);
     if (status != EKV_OK) return status;
     ekv_arena arena = {context->scratch, 0};
     *r = (run){.step = step, .plan = p};
@@ -299,26 +327,37 @@ static ekv_status begin(ekv_context *context, ekv_step *step, run *r) {
     describe_items(step, r);
     if (step->moments) ekv_parallel(context, 1, fill_zeta, step);
     r->arenas = arena.base + arena.used;
-    if (p.whole) return EKV_OK;
-    for (int64_t i = 0; i < p.items; i++) place_item(step, &r->items[i], &arena);
     return EKV_OK;
 }
 
-static void run_stages(ekv_context *context, run *r) {
-    ekv_parallel(context, r->plan.items, stage_prepare, r);
-    if (r->step->certified) {
-        ekv_parallel(context, r->plan.spans, stage_sketch, r);
-        for (r->round = 0; r->round < EKV_CERTIFY_ROUNDS; r->round++) {
-            ekv_parallel(context, r->plan.spans, stage_round, r);
-            ekv_parallel(context, r->plan.rows, stage_raise, r);
-        }
-        ekv_parallel(context, r->plan.spans, stage_sweep, r);
-    } else {
-        ekv_parallel(context, r->plan.spans, stage_scan, r);
+/* The next wave: items after the last one that fit side by side, and their memory.  False if there are none. */
+static bool next_wave(run *r) {
+    ekv_arena arena = {r->arenas, 0};
+    r->begin = r->end;
+    for (; r->end < r->plan.items; r->end++) {
+        ekv_item *item = &r->items[r->end];
+        if (arena.used + item_bytes(r->step, item) > r->plan.room) break;
+        place_item(r->step, item, &arena);
     }
-    ekv_parallel(context, r->plan.rows, stage_finish, r);
-    if (r->step->lists) ekv_parallel(context, r->plan.spans, stage_values, r);
-    ekv_parallel(context, r->plan.items, stage_output, r);
+    return r->end > r->begin;
+}
+
+static void run_stages(ekv_context *context, run *r) {
+    const int64_t items = r->end - r->begin, spans = r->first_span[r->end] - r->first_span[r->begin],
+                  rows = r->first_row[r->end] - r->first_row[r->begin];
+    ekv_parallel(context, items, stage_prepare, r);
+    if (r->step->certified) {
+        ekv_parallel(context, spans, stage_sketch, r);
+        for (r->round = 0; r->round < EKV_CERTIFY_ROUNDS; r->round++) {
+            ekv_parallel(context, rows, stage_raise, r);
+            ekv_parallel(context, spans, stage_round, r);
+        }
+    } else {
+        ekv_parallel(context, spans, stage_scan, r);
+    }
+    ekv_parallel(context, rows, stage_finish, r);
+    if (r->step->lists) ekv_parallel(context, spans, stage_values, r);
+    ekv_parallel(context, items, stage_output, r);
 }
 
 /* ---- public ---- */
@@ -342,7 +381,7 @@ ekv_status ekv_decode(ekv_context *context, const ekv_decode_params *params) {
     if (r.plan.whole)
         ekv_parallel(context, r.plan.items, whole_item, &r);
     else
-        run_stages(context, &r);
+        while (next_wave(&r)) run_stages(context, &r);
     return EKV_OK;
 }
 
@@ -355,7 +394,7 @@ ekv_status ekv_scratch_bytes(ekv_context *context, const ekv_decode_params *para
     if (context->cuda) return ekv_cuda_scratch(context, &step, bytes);
     const plan p = make_plan(&step);
     *bytes = plan_bytes(&step, &p);
-    return EKV_OK;
+    return check_ceiling(context, &p);
 }
 
 ekv_status ekv_reserve(ekv_context *context, const ekv_decode_params *params) {
@@ -366,6 +405,8 @@ ekv_status ekv_reserve(ekv_context *context, const ekv_decode_params *params) {
     if (context->cuda) return ekv_cuda_reserve(context, &step);
     const plan decode = make_plan(&step);
     const size_t bytes = plan_bytes(&step, &decode);
+    const ekv_status fits = check_ceiling(context, &decode);
+    if (fits != EKV_OK) return fits;
     step.by_stages = step.bounds = step.moments = true; /* the stages on their own */
     step.lists = false;
     const plan query = make_plan(&step);
@@ -404,7 +445,7 @@ static void query_row(const query *q, ekv_item *item, ekv_row *row) {
 
 static void query_item(void *arg, int64_t i) {
     const query *q = arg;
-    ekv_item *item = &q->run.items[i];
+    ekv_item *item = &q->run.items[q->run.begin + i];
     for (int32_t r = 0; r < item->rows; r++) prepare_row(q->run.step, item, r);
     if (q->selected) ekv_select(q->run.step, item);
     for (int32_t r = 0; r < item->rows; r++) query_row(q, item, &item->row[r]);
@@ -445,7 +486,7 @@ static ekv_status run_query(ekv_context *context, const ekv_decode_params *param
     status = begin(context, &step, &q->run);
     if (status != EKV_OK) return status;
     if (!step.kernels) return ekv_reference_query(&step, q->run.items, q->run.plan.items, q->bounds, q->mean, q->deviation, q->selected, q->stride);
-    ekv_parallel(context, q->run.plan.items, query_item, q);
+    while (next_wave(&q->run)) ekv_parallel(context, q->run.end - q->run.begin, query_item, q);
     return EKV_OK;
 }
 

@@ -38,6 +38,7 @@ struct ekv_context {
     void *parallel_user;
     int32_t threads;
     bool fixed_scratch;
+    size_t max_scratch;
     const ekv_kernels *kernels; /* NULL: the reference.  Backend cuda: those of the best CPU backend, for ekv_entmax */
     void *cuda;                 /* the CUDA backend's state, or NULL: cuda/host.c */
     const char *backend;

@@ -97,22 +97,27 @@ static uint32_t order_of(float x) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-/* The order of the k-th largest bound among the pages not selected yet: 11, 11 and 10 bits at a time.  *ties: how many pages of
- * exactly that order belong to the k. */
+/* The order of the k-th largest bound among the pages not selected yet, 11, 11 and 10 bits at a time: each pass looks at those alone
+ * that share the bits found so far, whose orders stand at the front of row->order.  *ties: how many pages of exactly that order belong
+ * to the k. */
 static uint32_t kth_largest(const ekv_row *row, int64_t k, int64_t *ties) {
     static const int shifts[3] = {21, 10, 0}, widths[3] = {11, 11, 10};
-    uint32_t prefix = 0;
+    uint32_t *order = row->order, prefix = 0;
+    int64_t n = 0;
+    for (int64_t page = 0; page < row->pages; page++)
+        if (!row->selected[page]) order[n++] = order_of(row->bound[page]);
     for (int pass = 0; pass < 3; pass++) {
         int32_t histogram[2048] = {0};
-        const int shift = shifts[pass], width = widths[pass];
-        for (int64_t page = 0; page < row->pages; page++) {
-            const uint32_t order = order_of(row->bound[page]);
-            if (row->selected[page] || (uint64_t)order >> (shift + width) != (uint64_t)prefix >> (shift + width)) continue;
-            histogram[order >> shift & ((1u << width) - 1u)]++;
-        }
-        uint32_t digit = (1u << width) - 1u;
+        const int shift = shifts[pass];
+        const uint32_t mask = (1u << widths[pass]) - 1u;
+        for (int64_t i = 0; i < n; i++) histogram[order[i] >> shift & mask]++;
+        uint32_t digit = mask;
         while (digit > 0 && histogram[digit] < k) k -= histogram[digit--];
         prefix |= digit << shift;
+        int64_t left = 0;
+        for (int64_t i = 0; i < n; i++)
+            if ((order[i] >> shift & mask) == digit) order[left++] = order[i];
+        n = left;
     }
     *ties = k;
     return prefix;
@@ -257,9 +262,9 @@ static void global_normal(const ekv_item *item, const ekv_row *row, double *mean
 }
 
 static bool all_finite(const ekv_row *row) {
-    for (int32_t p = 0; p < row->pages; p++)
-        if (!(fabsf(row->mean[p]) < INFINITY) || !(row->deviation[p] < INFINITY)) return false;
-    return true;
+    bool finite = true;
+    for (int32_t p = 0; p < row->pages; p++) finite &= fabsf(row->mean[p]) < INFINITY && row->deviation[p] < INFINITY;
+    return finite;
 }
 
 /* How far below tau^ a page may stay. */
@@ -293,7 +298,7 @@ static void select_gaussian(const ekv_step *step, ekv_item *item, ekv_row *row) 
     const double tau = estimate_tau(step, &m, 1.0 / (row->alpha - 1.0));
     const double cut = tau - margin_below(step, row, tau, deviation);
     for (int32_t p = 0; p < row->pages; p++) {
-        const double reach = (double)row->mean[p] + (double)step->zeta[(int)item->count[p]] * (double)row->deviation[p];
+        const double reach = (double)row->mean[p] + (double)*step->zeta * (double)row->deviation[p];
         if (!(reach <= cut)) row->selected[p] = 1;
     }
 }

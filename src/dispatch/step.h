@@ -35,13 +35,18 @@ typedef struct ekv_step {
     bool certified;
     bool lists;              /* some head has alpha > 1 */
     bool by_stages;          /* never run whole items as tasks */
-    float *zeta;       /* [page_size + 1] Phi^-1(quantile^(1/n)), gaussian */
+    int32_t item_rows;       /* most rows of an item */
+    float *zeta;             /* gaussian: Phi^-1(quantile^(1/page_size)); a page that is not full is the last, which is read anyway */
 } ekv_step;
 
-/* A row's look-up table for sketches: bound = base + center of the stretch + step * sum of the entries. */
+/* A row's look-up table for sketches: bound <= origin + step * (sum - 1). */
+#define EKV_BINS 512
+#define EKV_BIN_WIDTH (65536 / EKV_BINS)
 typedef struct ekv_table {
-    uint8_t low[(EKV_SKETCH_CODES + EKV_SKETCH_NORMS) * 16], high[(EKV_SKETCH_CODES + EKV_SKETCH_NORMS) * 16];
-    double base, step;
+    uint16_t entry[(EKV_SKETCH_CODES + EKV_SKETCH_NORMS) * 16];
+    double base, origin, step;    /* base: sum of the smallest entries */
+    uint16_t histogram[EKV_BINS]; /* of a sample of the sums */
+    int32_t counted;
 } ekv_table;
 
 /* One row of an item. */
@@ -58,13 +63,15 @@ typedef struct ekv_row {
     float *q;
     uint8_t *selected;     /* [pages] or NULL: all */
     float *bound;          /* [pages] z units, or NULL */
+    uint32_t *order;       /* [pages] topk */
     float *mean, *deviation;
     /* certified */
-    float cut;             /* no token with z <= cut is in the support */
+    float cut;             /* no token with z <= cut is in the support; -infinity for other policies */
     ekv_table *table;
     double *center;        /* [stretches] bounds from each center, slack included */
-    uint16_t *sum;         /* [n] sums of table entries; in list_token's memory */
-    uint16_t *top;         /* [n / EKV_SKETCH_GROUP + 1] the largest of each group */
+    uint16_t *start;       /* [stretches] what sums start from, without ALiBi */
+    uint16_t *sum;         /* [n, in whole groups] stand for bounds; in weight's memory */
+    uint16_t limit, take;  /* sums at or below limit are ruled out; the next round reads sums above take */
     /* results */
     double tau, mass, error;
     bool certified;        /* nothing unread can be in the support */
@@ -78,8 +85,9 @@ typedef struct ekv_row {
 /* One row and span: between scan and output. */
 typedef struct ekv_part {
     int32_t count;    /* candidates in the span's list */
+    int32_t looked;   /* certified, row 0: sketch groups that were looked up */
     float z_max;
-    double sum;       /* softmax: sum of exp(z - z_max) */
+    double sum;       /* softmax: sum of exp(z - z_max); certified: mass that was skipped */
     bool used;        /* `values` has been added to */
 } ekv_part;
 
@@ -93,9 +101,8 @@ typedef struct ekv_item {
     float *values;            /* [rows][spans][v_dim rounded up to 32] */
     float *count;             /* gaussian: [4][pages] tokens per page, and a mixture's mean, deviation and count */
     uint64_t *seen;           /* [n / 64 + 1] union of supports, for the report's bytes */
-    uint8_t *read;            /* certified: [n] 1: the token's score stands in row->weight */
-    atomic_uchar *touched;    /* certified: [n / EKV_TOUCHED + 1] 1: one of these tokens may be read */
-    uint8_t *looked;          /* certified: [pages] 1: the page's sketch was read */
+    uint64_t *read;           /* certified: [n / 64 + 1] a bit for each token whose key was read */
+    uint8_t *needed;          /* certified: [pages] what norms and boxes left */
     bool use_sketch;
     int64_t bytes_statistics, bytes_sketch, bytes_sampled, read_tokens, read_pages;
 } ekv_item;
@@ -127,11 +134,9 @@ void ekv_output(const ekv_step *step, ekv_item *item);
 void ekv_certify_begin(const ekv_step *step, ekv_item *item);
 void ekv_certify_sketch(const ekv_step *step, ekv_item *item, int32_t span);
 #define EKV_CERTIFY_ROUNDS 3
-#define EKV_TOUCHED 64 /* tokens that share a mark */
+#define EKV_CERTIFY_SPARE 512 /* floats behind row->weight, see `spare` */
+void ekv_certify_raise(const ekv_step *step, ekv_item *item, ekv_row *row, int round);
 void ekv_certify_round(const ekv_step *step, ekv_item *item, int32_t span, int round);
-void ekv_certify_raise(const ekv_step *step, ekv_item *item, ekv_row *row);
-void ekv_certify_sweep(const ekv_step *step, ekv_item *item, int32_t span);
-void ekv_certify_list(const ekv_item *item, ekv_row *row, bool tokens);
 
 /* mass.c */
 void ekv_bound_mass(const ekv_step *step, const ekv_item *item, ekv_row *row, double skipped);

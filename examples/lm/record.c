@@ -1,0 +1,218 @@
+/*
+ * Task record (see tasks.h): prefill, then a safetensors file, written tensor by tensor from the cache.
+ *
+ * SPDX-License-Identifier: Apache-2.0
+ */
+#include "tasks.h"
+
+#include "memory.h"
+#include "progress.h"
+#include "setup.h"
+
+#include <cjson/cJSON.h>
+#include <errno.h>
+#include <inttypes.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const char *const dtype_names[] = {[EKV_F32] = "F32", [EKV_F16] = "F16", [EKV_BF16] = "BF16"};
+
+/* ---- the header ---- */
+
+static bool add_text(cJSON *object, const char *name, const char *format, double number) {
+    char text[40];
+    snprintf(text, sizeof text, format, number);
+    return cJSON_AddStringToObject(object, name, text) != NULL;
+}
+
+static bool add_metadata(cJSON *header, const lm_config *config, const lm_options *options) {
+    cJSON *metadata = cJSON_AddObjectToObject(header, "__metadata__");
+    return metadata != NULL && cJSON_AddStringToObject(metadata, "format", "entmaxkv-recording") != NULL &&
+           add_text(metadata, "layers", "%.0f", config->layers) && add_text(metadata, "alpha", "%.17g", config->alpha) &&
+           add_text(metadata, "scale", "%.9g", 1.0 / sqrt((double)config->head_dim)) &&
+           add_text(metadata, "text_offset", "%.0f", (double)options->offset);
+}
+
+/* A tensor's entry; *end is where the data so far ends. */
+static bool add_tensor(cJSON *header, const char *name, const char *dtype, const int64_t *shape, int rank, double *end) {
+    double bytes = strcmp(dtype, "F32") == 0 ? 4.0 : 2.0;
+    cJSON *entry = cJSON_AddObjectToObject(header, name);
+    if (entry == NULL || cJSON_AddStringToObject(entry, "dtype", dtype) == NULL) {
+        return false;
+    }
+    cJSON *sizes = cJSON_AddArrayToObject(entry, "shape"), *offsets = cJSON_AddArrayToObject(entry, "data_offsets");
+    bool ok = sizes != NULL && offsets != NULL;
+    for (int i = 0; ok && i < rank; i++) {
+        bytes *= (double)shape[i];
+        ok = cJSON_AddItemToArray(sizes, cJSON_CreateNumber((double)shape[i]));
+    }
+    ok = ok && cJSON_AddItemToArray(offsets, cJSON_CreateNumber(*end)) &&
+         cJSON_AddItemToArray(offsets, cJSON_CreateNumber(*end + bytes));
+    *end += bytes;
+    return ok;
+}
+
+/* The order of the entries is the order of the data. */
+static bool add_tensors(cJSON *header, const lm_config *config, const lm_options *options) {
+    const int64_t rows[3] = {options->length, config->kv_heads, config->head_dim};
+    const int64_t queries[3] = {options->queries, config->heads, config->head_dim}, heads[1] = {config->heads};
+    const char *dtype = dtype_names[options->kv_type];
+    double end = 0.0;
+    bool ok = add_tensor(header, "slopes", "F32", heads, 1, &end);
+    for (int32_t layer = 0; ok && layer < config->layers; layer++) {
+        char k[32], v[32], q[32];
+        snprintf(k, sizeof k, "layers.%d.k", layer);
+        snprintf(v, sizeof v, "layers.%d.v", layer);
+        snprintf(q, sizeof q, "layers.%d.q", layer);
+        ok = add_tensor(header, k, dtype, rows, 3, &end) && add_tensor(header, v, dtype, rows, 3, &end) &&
+             add_tensor(header, q, "F32", queries, 3, &end);
+    }
+    return ok;
+}
+
+static char *make_header(const lm_config *config, const lm_options *options) {
+    cJSON *header = cJSON_CreateObject();
+    bool ok = header != NULL && add_metadata(header, config, options) && add_tensors(header, config, options);
+    char *text = ok ? cJSON_PrintUnformatted(header) : NULL;
+    cJSON_Delete(header);
+    return text;
+}
+
+/* ---- the data ---- */
+
+/* Elements of 2 or 4 bytes, least byte first whatever the machine. */
+static bool write_elements(FILE *file, const void *elements, int64_t count, size_t bytes) {
+    unsigned char buffer[4096];
+    for (int64_t done = 0; done < count;) {
+        size_t used = 0;
+        for (; done < count && used + bytes <= sizeof buffer; done++) {
+            const char *at = (const char *)elements + (size_t)done * bytes;
+            uint32_t wide = 0;
+            uint16_t narrow;
+            memcpy(bytes == 4 ? (void *)&wide : (void *)&narrow, at, bytes);
+            if (bytes == 2) {
+                wide = narrow;
+            }
+            for (size_t b = 0; b < bytes; b++) {
+                buffer[used++] = (unsigned char)(wide >> (8 * b));
+            }
+        }
+        if (fwrite(buffer, 1, used, file) != used) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* One layer's keys or values, [length][kv_heads][dim], from the blocks of the cache. */
+static bool write_rows(FILE *file, const lm_state *state, const ekv_kv *kv, bool values, int64_t length) {
+    const int32_t *table = ekv_cache_block_table(state->cache, state->sequence);
+    const char *base = values ? kv->v : kv->k;
+    int64_t block_stride = values ? kv->v_block_stride : kv->k_block_stride;
+    int64_t token_stride = values ? kv->v_token_stride : kv->k_token_stride;
+    int64_t head_stride = values ? kv->v_head_stride : kv->k_head_stride;
+    size_t bytes = kv->dtype == EKV_F32 ? 4 : 2;
+    for (int64_t t = 0; t < length; t++) {
+        for (int32_t h = 0; h < kv->kv_heads; h++) {
+            int64_t element = table[t / kv->page_size] * block_stride + t % kv->page_size * token_stride + h * head_stride;
+            if (!write_elements(file, base + element * (int64_t)bytes, values ? kv->v_dim : kv->k_dim, bytes)) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+static bool write_layers(FILE *file, const lm_model *model, const lm_state *state, int64_t length) {
+    const lm_queries *queries = state->queries;
+    int64_t q_floats = queries->count * lm_q_width(&model->config);
+    bool ok = write_elements(file, model->weights.slopes, model->config.heads, 4);
+    for (int32_t layer = 0; ok && layer < model->config.layers; layer++) {
+        ekv_kv kv;
+        ok = ekv_cache_layer(state->cache, layer, &kv, NULL) == EKV_OK && write_rows(file, state, &kv, false, length) &&
+             write_rows(file, state, &kv, true, length) && write_elements(file, queries->rows + layer * q_floats, q_floats, 4);
+    }
+    return ok;
+}
+
+/* Eight bytes of header length, the header with spaces up to a multiple of eight, the data. */
+static bool write_all(FILE *file, const char *header, const lm_model *model, const lm_state *state, int64_t length) {
+    size_t size = strlen(header), padded = (size + 7) / 8 * 8;
+    bool ok = true;
+    for (int i = 0; ok && i < 8; i++) {
+        ok = fputc((int)((uint64_t)padded >> (8 * i) & 0xff), file) != EOF;
+    }
+    ok = ok && fputs(header, file) >= 0;
+    for (; ok && size < padded; size++) {
+        ok = fputc(' ', file) != EOF;
+    }
+    return ok && write_layers(file, model, state, length);
+}
+
+static bool write_file(const lm_model *model, const lm_options *options, const lm_state *state, lm_error *error) {
+    char *header = make_header(&model->config, options);
+    if (header == NULL) {
+        return lm_fail(error, "out of memory while writing JSON");
+    }
+    FILE *file = fopen(options->out, "wb");
+    bool ok = file != NULL && write_all(file, header, model, state, options->length);
+    int reason = errno;
+    if (file != NULL && fclose(file) != 0 && ok) {
+        ok = false;
+        reason = errno;
+    }
+    cJSON_free(header);
+    return ok || lm_fail(error, "cannot write %s: %s", options->out, strerror(reason));
+}
+
+/* ---- the task ---- */
+
+static bool prefill(const lm_model *model, lm_state *state, const uint8_t *ids, int64_t length, lm_error *error) {
+    lm_progress progress = lm_progress_start();
+    bool ok = true;
+    for (int64_t done = 0; ok && done < length; done += LM_CHUNK) {
+        int64_t count = length - done < LM_CHUNK ? length - done : LM_CHUNK;
+        ok = lm_model_forward(model, state, ids + done, count, NULL, error);
+        lm_progress_show(&progress, "recording", 1, 1, "prefill", done + count, length);
+    }
+    lm_progress_end(&progress);
+    return ok;
+}
+
+static bool check_text(const lm_options *options, const lm_file *text, lm_error *error) {
+    int64_t size = (int64_t)text->size;
+    if (options->offset > size || options->length > size - options->offset) {
+        return lm_fail(error,
+                       "the text has %" PRId64 " bytes, too few for --length %" PRId64 " from --offset %" PRId64
+                       ": add another with --text (a text is not repeated)",
+                       size, options->length, options->offset);
+    }
+    return true;
+}
+
+bool lm_record(const lm_model *model, const lm_options *options, lm_error *error) {
+    lm_file text;
+    if (!lm_setup_text(options, &text, error)) {
+        return false;
+    }
+    lm_queries queries = {options->length - options->queries, options->queries, NULL};
+    lm_state *state = NULL;
+    bool ok = check_text(options, &text, error);
+    if (ok) {
+        size_t rows = (size_t)model->config.layers * (size_t)options->queries;
+        queries.rows = lm_alloc(rows * (size_t)lm_q_width(&model->config), sizeof(float), error);
+        state = queries.rows != NULL ? lm_setup_state(model, options, options->length, error) : NULL;
+        ok = state != NULL;
+    }
+    if (ok) {
+        state->queries = &queries;
+        ok = prefill(model, state, text.bytes + options->offset, options->length, error) &&
+             write_file(model, options, state, error);
+    }
+    lm_state_free(state);
+    free(queries.rows);
+    lm_file_free(&text);
+    return ok;
+}

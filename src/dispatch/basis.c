@@ -244,7 +244,8 @@ static ekv_status check_codes(ekv_context *context, const ekv_basis *basis, int3
         VALID(basis->unit[c] >= 0.0f && basis->unit[c] < 1e36f, "data, KV head %d: unit[%d] is %g", (int)head, (int)c,
               (double)basis->unit[c]);
         for (int j = 0; j < 4; j++)
-            VALID(basis->axis[c][j] >= (j ? -1 : 0) && basis->axis[c][j] < basis->axes && (!j || basis->axis[c][j] < 0 || basis->axis[c][j - 1] >= 0),
+            VALID(basis->axis[c][j] >= (j ? -1 : 0) && basis->axis[c][j] < basis->axes &&
+                      (!j || basis->axis[c][j] < 0 || basis->axis[c][j - 1] >= 0),
                   "data, KV head %d: axis[%d][%d] is %d", (int)head, (int)c, j, (int)basis->axis[c][j]);
     }
     return EKV_OK;
@@ -281,7 +282,8 @@ static ekv_status load_head(ekv_context *context, const ekv_index *index, const 
         VALID(isfinite(center[d]), "data, KV head %d: center[%zu] is %g", (int)head, d, (double)center[d]);
     memcpy((void *)(uintptr_t)basis->rows, from + at.rows, (size_t)h.axes * dim * sizeof(uint16_t));
     *fit = (ekv_fit){.found = h.found};
-    VALID(ekv_basis_complete(ekv_statistics_kernels(context), basis, index->codes), "data, KV head %d: its axes are not orthonormal", (int)head);
+    VALID(ekv_basis_complete(ekv_statistics_kernels(context), basis, index->codes),
+          "data, KV head %d: its axes are not orthonormal", (int)head);
     return EKV_OK;
 }
 
@@ -359,7 +361,8 @@ ekv_status ekv_index_find_basis(ekv_context *context, ekv_index *index, const ek
     VALID(kv, "kv is NULL");
     VALID(ekv_copy_params(&view, sizeof view, kv, sizeof(size_t)), "kv->size is %zu, not that of an ekv_kv", kv->size);
     REQUIRE(index->codes, EKV_ERROR_UNSUPPORTED, "index keeps no SKETCH statistics");
-    VALID(length >= EKV_SKETCH_TRAINING, "length is %lld: a basis is found from at least %d tokens", (long long)length, EKV_SKETCH_TRAINING);
+    VALID(length >= EKV_SKETCH_TRAINING, "length is %lld: a basis is found from at least %d tokens", (long long)length,
+          EKV_SKETCH_TRAINING);
     ekv_status status = ekv_check_kv(context, &view);
     if (status == EKV_OK) status = ekv_check_index(context, index, &view);
     if (status == EKV_OK) status = ekv_check_blocks(context, index, block_table, 0, length);
@@ -378,11 +381,13 @@ ekv_status ekv_cache_find_basis(ekv_context *context, ekv_cache *cache, int32_t 
     ekv_kv kv;
     ekv_index *index = cache->indexes[layer];
     ekv_cache_layer(cache, layer, &kv, NULL);
-    ekv_status status = ekv_index_find_basis(context, index, &kv, ekv_cache_block_table(cache, sequence), ekv_sequence_length(cache, sequence, layer));
+    ekv_status status = ekv_index_find_basis(context, index, &kv, ekv_cache_block_table(cache, sequence),
+                                             ekv_sequence_length(cache, sequence, layer));
     for (int32_t other = 0; other < cache->shape.max_sequences && status == EKV_OK; other++) {
         const int64_t tokens = other == sequence ? 0 : ekv_sequence_length(cache, other, layer);
         if (tokens > 0)
-            ekv_sketch_update(context, index, ekv_statistics_kernels(context), &kv, ekv_cache_block_table(cache, other), 0, 0, tokens, tokens);
+            ekv_sketch_update(context, index, ekv_statistics_kernels(context), &kv, ekv_cache_block_table(cache, other), 0, 0, tokens,
+                              tokens);
     }
     return status;
 }
@@ -405,7 +410,8 @@ ekv_status ekv_index_sketch_fit(ekv_context *context, const ekv_index *index, in
     VALID(fit, "fit is NULL");
     VALID(fit->size == sizeof *fit, "fit->size is %zu, not that of an ekv_sketch_fit", fit->size);
     REQUIRE(index->codes, EKV_ERROR_UNSUPPORTED, "index keeps no SKETCH statistics");
-    VALID(kv_head >= -1 && kv_head < index->shape.kv_heads, "kv_head is %d, not in -1..%d", (int)kv_head, (int)index->shape.kv_heads - 1);
+    VALID(kv_head >= -1 && kv_head < index->shape.kv_heads, "kv_head is %d, not in -1..%d", (int)kv_head,
+          (int)index->shape.kv_heads - 1);
     *fit = (ekv_sketch_fit){.size = sizeof *fit, .kv_head = kv_head > 0 ? kv_head : 0};
     if (!index->bases[0].codes) return EKV_OK;
     fill_fit(index, fit->kv_head, fit);

@@ -708,3 +708,21 @@ void ekv_certify_round(const ekv_step *step, ekv_item *item, int32_t span, int r
     reader_flush(step, item, &rd);
     for (int32_t r = 0; r < item->rows && last; r++) sort_list(step, &item->row[r], span, parts_of(item, &item->row[r]) + span);
 }
+
+/* ---- for tests ---- */
+
+void ekv_certify_tables(const ekv_step *step, ekv_item *item) {
+    for (int32_t r = 0; r < item->rows; r++) build_table(step, item, &item->row[r]);
+}
+
+void ekv_certify_sums(const ekv_step *step, ekv_item *item) {
+    const int32_t per_page = step->kv.page_size / EKV_SKETCH_GROUP;
+    run run = {0};
+    for (int32_t r = 0; r < item->rows; r++)
+        for (int64_t s = 0; s * step->index->stretch < item->pages; s++) item->row[r].start[s] = start_from(&item->row[r], s, 0.0);
+    for (int64_t group = 0; group * EKV_SKETCH_GROUP < item->n; group++)
+        if (page_sketched(step, item, group / per_page)) run_add(step, item, &run, group);
+    look_up(step, item, &run);
+}
+
+bool ekv_certify_rules_out(const ekv_row *row, int32_t token, double cut) { return row->sum[token] <= limit_at(row, cut); }

@@ -11,9 +11,11 @@
 #include "harness.h"
 
 #include "cpu/reference.h"
+#include "decode.h"
 #include "file.h"
 #include "model.h"
 #include "safetensors.h"
+#include "setup.h"
 #include "tasks.h"
 
 #include <math.h>
@@ -640,6 +642,91 @@ START_TEST(short_texts_are_refused) {
 }
 END_TEST
 
+/* ---- Bases ------------------------------------------------------------------------------------------------------------ */
+
+/* The logits of the last of n bytes, decoded with a policy, and the sketch bytes that the last layer's step read. */
+static int64_t decode_last(const lm_model *model, const lm_options *options, const lm_file *text, int64_t n, ekv_policy policy,
+                           float *logits) {
+    lm_error error = {""};
+    lm_state *state = lm_setup_state(model, options, n, &error);
+    EXPECT(state != NULL && lm_prefill(model, state, text->bytes, n - 1, logits, NULL, NULL, &error), "%s", error.text);
+    lm_meter meter = {0};
+    lm_state_use(state, policy, 0, &meter);
+    EXPECT(lm_decode_step(model, state, text->bytes[n - 1], logits, &error), "%s", error.text);
+    int64_t bytes = 0;
+    for (int32_t h = 0; h < model->config.heads; h++) {
+        bytes += state->reports[h].bytes_sketch;
+    }
+    lm_state_free(state);
+    return bytes;
+}
+
+/* calibrate writes bases, --basis loads them: the same logits as full to the bit, and sketches where no basis is found yet. */
+START_TEST(calibrated_bases_serve) {
+    enum { TOKENS = 1500 };
+    lm_model *model = open_model();
+    lm_error error = {""};
+    make_directory();
+    lm_options options = {.task = LM_CALIBRATE,
+                          .model = model_directory(),
+                          .kv_type = EKV_F16,
+                          .threads = 2,
+                          .offset = 5000,
+                          .length = LM_CALIBRATION_LEAST + 100,
+                          .out = file_path("test.safetensors")};
+    case_note("calibrate");
+    EXPECT(lm_calibrate(model, &options, &error), "%s", error.text);
+    lm_file text;
+    EXPECT(lm_setup_text(&options, &text, &error), "%s", error.text);
+    static float full[LM_VOCABULARY], found[LM_VOCABULARY], loaded[LM_VOCABULARY];
+    case_note("%d tokens", TOKENS);
+    decode_last(model, &options, &text, TOKENS, EKV_POLICY_FULL, full);
+    const int64_t without = decode_last(model, &options, &text, TOKENS, EKV_POLICY_CERTIFIED, found);
+    options.basis = options.out;
+    const int64_t with = decode_last(model, &options, &text, TOKENS, EKV_POLICY_CERTIFIED, loaded);
+    EXPECT(memcmp(full, found, sizeof full) == 0 && memcmp(full, loaded, sizeof full) == 0, "certified differs from full");
+    EXPECT(without == 0 && with > 0, "%lld bytes of sketches without a file, %lld with it", (long long)without, (long long)with);
+    lm_file_free(&text);
+    lm_model_free(model);
+    remove_directory();
+}
+END_TEST
+
+static void expect_no_bases(const lm_model *model, const char *says) {
+    const lm_options options = {.kv_type = EKV_F16, .threads = 1, .basis = file_path("test.safetensors")};
+    lm_error error = {""};
+    EXPECT(lm_setup_state(model, &options, 64, &error) == NULL, "it was loaded");
+    EXPECT(strstr(error.text, "test.safetensors") != NULL && strstr(error.text, says) != NULL, "the message \"%s\" does not say %s",
+           error.text, says);
+}
+
+START_TEST(bad_bases_are_refused) {
+    lm_model *model = open_model();
+    make_directory();
+    case_note("no file");
+    expect_no_bases(model, "No such file");
+    case_note("another format");
+    write_safetensors("{\"layer.0\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4]}}", -1, 4);
+    expect_no_bases(model, "not a file of bases");
+    case_note("another size");
+    write_safetensors("{\"__metadata__\":{\"format\":\"entmaxkv-basis\"},\"layer.0\":{\"dtype\":\"U8\",\"shape\":[4],"
+                      "\"data_offsets\":[0,4]}}",
+                      -1, 4);
+    expect_no_bases(model, "layer.0");
+    case_note("the right size, but no basis");
+    char header[300];
+    const int bytes = 16 + 4 * (16 + 8 + 240 + 24 * (4 + 4 + 64) + 64 * 4 + 64 * 64 * 2);
+    snprintf(header, sizeof header,
+             "{\"__metadata__\":{\"format\":\"entmaxkv-basis\"},\"layer.0\":{\"dtype\":\"U8\",\"shape\":[%d],"
+             "\"data_offsets\":[0,%d]}}",
+             bytes, bytes);
+    write_safetensors(header, -1, (size_t)bytes);
+    expect_no_bases(model, "tensor layer.0: data begins with");
+    lm_model_free(model);
+    remove_directory();
+}
+END_TEST
+
 START_TEST(f16_conversion_is_exact) {
     unsigned char source[65536][2];
     static float target[65536];
@@ -664,6 +751,7 @@ int main(int argc, char **argv) {
                                 TEST_ENTRY(tensors_are_what_was_asked_for), TEST_ENTRY(damaged_headers_do_no_harm),
                                 TEST_ENTRY(deep_headers_are_refused),       TEST_ENTRY(bad_models_are_refused),
                                 TEST_ENTRY(bad_configurations_are_refused), TEST_ENTRY(recorded_tensors_are_the_models),
-                                TEST_ENTRY(short_texts_are_refused),        TEST_ENTRY(f16_conversion_is_exact)};
+                                TEST_ENTRY(short_texts_are_refused),        TEST_ENTRY(f16_conversion_is_exact),
+                                TEST_ENTRY(calibrated_bases_serve),         TEST_ENTRY(bad_bases_are_refused)};
     return HARNESS_MAIN(argv[0], tests);
 }

@@ -16,25 +16,28 @@ static const char program_help[] = "Usage: entmaxkv-lm COMMAND [OPTION]...\n"
                                    "  passkey      finds five digits that are hidden in a long text\n"
                                    "  generate     continues a prompt\n"
                                    "  record       writes the queries, keys and values of a text to a file\n"
+                                   "  calibrate    finds how keys are sketched for policy certified, for --basis\n"
                                    "\n"
                                    "entmaxkv-lm COMMAND --help says more about a command; entmaxkv-lm --version\n"
                                    "prints the version and the library's backends.\n";
 
 static const char basic_help[] = "\n"
-                                  "Options of all commands:\n"
-                                  "  --model DIR      config.json and model.safetensors  [models/nape-entmax-14m]\n"
-                                  "  --text FILE      the text; several are read one after the other\n"
-                                  "                   [persuasion-part1.txt in the model's folder]\n"
-                                  "  --kv-type TYPE   how the cache keeps keys and values: f16, f32, bf16  [f16]\n"
-                                  "  --backend NAME   reference, scalar, avx2, ...  [the best that runs here]\n"
-                                  "  --threads N      0: the physical cores that this process may use  [0]\n"
-                                                                    "  --help           this text\n";
+                                 "Options of all commands:\n"
+                                 "  --model DIR      config.json and model.safetensors  [models/nape-entmax-14m]\n"
+                                 "  --text FILE      the text; several are read one after the other\n"
+                                 "                   [persuasion-part1.txt in the model's folder]\n"
+                                 "  --kv-type TYPE   how the cache keeps keys and values: f16, f32, bf16  [f16]\n"
+                                 "  --backend NAME   reference, scalar, avx2, ...  [the best that runs here]\n"
+                                 "  --threads N      0: the physical cores that this process may use  [0]\n"
+                                 "  --help           this text\n";
 
 static const char decoding_help[] = "\n"
-                                    "Options of the commands that decode (all but record):\n"
+                                    "Options of perplexity, passkey and generate:\n"
                                     "  --policy NAME    what attention reads while decoding: full, topk, gaussian or\n"
                                     "                   certified  [gaussian]\n"
                                     "  --budget TOKENS  topk: tokens to read per query head  [1024]\n"
+                                    "  --basis FILE     certified: what calibrate wrote for this model; sketches then\n"
+                                    "                   serve from the first token on\n"
                                     "  --seed S         for the random choices  [1]\n"
                                     "  --json           one flat JSON object a line instead of a table\n";
 
@@ -96,6 +99,15 @@ static const char record_help[] = "Usage: entmaxkv-lm record --length N --out FI
                                   "  --queries Q      positions at the end whose queries are kept  [64]\n"
                                   "  --offset BYTES   where in the text to begin  [0]\n";
 
+static const char calibrate_help[] = "Usage: entmaxkv-lm calibrate --length N --out FILE.safetensors [OPTION]...\n"
+                                     "Runs the model over N bytes of the text with full attention, finds for each layer\n"
+                                     "and KV head the basis of the sketches that policy certified reads, and writes them\n"
+                                     "for --basis.  A basis decides how much is read, never what the result is.\n"
+                                     "\n"
+                                     "  --length N       bytes to run over, at least 2048; time grows with N squared\n"
+                                     "  --out FILE       the file to be written\n"
+                                     "  --offset BYTES   where in the text to begin  [0]\n";
+
 void lm_help_program(void) {
     fputs(program_help, stdout);
     fputs(basic_help, stdout);
@@ -104,12 +116,14 @@ void lm_help_program(void) {
 }
 
 void lm_help_task(lm_task task) {
-    static const char *const texts[] = {
-        [LM_PERPLEXITY] = perplexity_help, [LM_PASSKEY] = passkey_help, [LM_GENERATE] = generate_help,
-        [LM_RECORD] = record_help};
+    static const char *const texts[] = {[LM_PERPLEXITY] = perplexity_help,
+                                        [LM_PASSKEY] = passkey_help,
+                                        [LM_GENERATE] = generate_help,
+                                        [LM_RECORD] = record_help,
+                                        [LM_CALIBRATE] = calibrate_help};
     fputs(texts[task], stdout);
     fputs(basic_help, stdout);
-    if (task != LM_RECORD) {
+    if (task != LM_RECORD && task != LM_CALIBRATE) {
         fputs(decoding_help, stdout);
     }
     fputs(exit_help, stdout);

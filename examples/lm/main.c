@@ -2,7 +2,8 @@
  * entmaxkv-lm: a small language model that embeds EntmaxKV.  Runs the task that the command line asks for.
  *
  * To see how a program embeds the library, read state.c (context, cache, truncation) and attention.c (append, decode, report);
- * model.c is the forward pass around them.  perplexity.c, passkey.c, generate.c and record.c are the tasks; the rest serves these.
+ * model.c is the forward pass around them.  perplexity.c, passkey.c, generate.c, record.c and calibrate.c are the tasks; the
+ * rest serves these.
  *
  * Exit status: 0 success, 1 failure, 2 wrong command line.
  *
@@ -35,9 +36,10 @@ static bool run(const lm_options *options, lm_error *error) {
     if (model == NULL) {
         return false;
     }
-    bool ok = options->task == LM_GENERATE ? lm_generate(model, options, error)
-            : options->task == LM_RECORD ? lm_record(model, options, error)
-                                         : run_measured(model, options, error);
+    bool ok = options->task == LM_GENERATE    ? lm_generate(model, options, error)
+              : options->task == LM_RECORD    ? lm_record(model, options, error)
+              : options->task == LM_CALIBRATE ? lm_calibrate(model, options, error)
+                                              : run_measured(model, options, error);
     lm_model_free(model);
     return ok;
 }

@@ -15,10 +15,8 @@
 #include <string.h>
 
 static const char *const task_names[] = {
-    [LM_PERPLEXITY] = "perplexity",
-    [LM_PASSKEY] = "passkey",
-    [LM_GENERATE] = "generate",
-    [LM_RECORD] = "record",
+    [LM_PERPLEXITY] = "perplexity", [LM_PASSKEY] = "passkey",     [LM_GENERATE] = "generate",
+    [LM_RECORD] = "record",         [LM_CALIBRATE] = "calibrate",
 };
 enum { TASKS = sizeof task_names / sizeof task_names[0] };
 
@@ -27,6 +25,7 @@ enum {
     PASSKEY = 1 << LM_PASSKEY,
     GENERATE = 1 << LM_GENERATE,
     RECORD = 1 << LM_RECORD,
+    CALIBRATE = 1 << LM_CALIBRATE,
     DECODING = PERPLEXITY | PASSKEY | GENERATE, /* what decodes with a policy */
     ALL = (1 << TASKS) - 1
 };
@@ -62,17 +61,18 @@ static const known_option known_options[] = {
     {"kv-type", ALL, VALUE_KV_TYPE, 0, 0, 0},
     {"backend", ALL, VALUE_TEXT, offsetof(lm_options, backend), 0, 0},
     {"threads", ALL, VALUE_INTEGER, offsetof(lm_options, threads), 0, 4096},
+    {"basis", DECODING, VALUE_TEXT, offsetof(lm_options, basis), 0, 0},
     {"seed", DECODING, VALUE_INTEGER, offsetof(lm_options, seed), 0, INT64_MAX},
     {"json", DECODING, VALUE_FLAG, offsetof(lm_options, json), 0, 0},
     {"context", PERPLEXITY | PASSKEY, VALUE_INTEGER, offsetof(lm_options, context), 2, MAX_TOKENS},
     {"windows", PERPLEXITY, VALUE_INTEGER, offsetof(lm_options, windows), 1, MAX_TOKENS},
-    {"offset", PERPLEXITY | RECORD, VALUE_INTEGER, offsetof(lm_options, offset), 0, INT64_MAX},
+    {"offset", PERPLEXITY | RECORD | CALIBRATE, VALUE_INTEGER, offsetof(lm_options, offset), 0, INT64_MAX},
     {"trials", PASSKEY, VALUE_INTEGER, offsetof(lm_options, trials), 1, MAX_TOKENS},
     {"prompt", GENERATE, VALUE_TEXT, offsetof(lm_options, prompt), 0, 0},
     {"bytes", GENERATE, VALUE_INTEGER, offsetof(lm_options, bytes), 1, MAX_TOKENS},
-    {"length", RECORD, VALUE_INTEGER, offsetof(lm_options, length), 1, MAX_TOKENS},
+    {"length", RECORD | CALIBRATE, VALUE_INTEGER, offsetof(lm_options, length), 1, MAX_TOKENS},
     {"queries", RECORD, VALUE_INTEGER, offsetof(lm_options, queries), 1, MAX_TOKENS},
-    {"out", RECORD, VALUE_TEXT, offsetof(lm_options, out), 0, 0},
+    {"out", RECORD | CALIBRATE, VALUE_TEXT, offsetof(lm_options, out), 0, 0},
 };
 enum { KNOWN = sizeof known_options / sizeof known_options[0] };
 
@@ -204,6 +204,14 @@ static bool check_record(const lm_options *options, lm_error *error) {
     return true;
 }
 
+static bool check_calibrate(const lm_options *options, lm_error *error) {
+    if (!need(options->length > 0, "--length N", error) || !need(options->out != NULL, "--out FILE", error)) {
+        return false;
+    }
+    return options->length >= LM_CALIBRATION_LEAST ||
+           lm_fail(error, "--length %" PRId64 ": expected at least %d", options->length, LM_CALIBRATION_LEAST);
+}
+
 static bool check_passkey(const lm_options *options, lm_error *error) {
     int64_t least = lm_passkey_least_context();
     if (options->context < least) {
@@ -219,6 +227,9 @@ static bool check_task(lm_options *options, lm_error *error) {
     }
     if (options->task == LM_RECORD) {
         return check_record(options, error);
+    }
+    if (options->task == LM_CALIBRATE) {
+        return check_calibrate(options, error);
     }
     put_full_first(options);
     if (!need(options->context > 0, "--context N", error)) {
@@ -297,6 +308,6 @@ lm_parsed lm_options_parse(int argc, char **argv, lm_options *options, lm_error 
             return parse_task(argc - 1, argv + 1, options, error);
         }
     }
-    lm_fail(error, "expected perplexity, passkey, generate or record, found %s", command);
+    lm_fail(error, "expected perplexity, passkey, generate, record or calibrate, found %s", command);
     return LM_PARSED_USAGE;
 }

@@ -11,7 +11,7 @@
 #include <entmaxkv/entmaxkv.h>
 #include <stdint.h>
 
-typedef enum lm_task { LM_PERPLEXITY, LM_PASSKEY, LM_GENERATE, LM_RECORD } lm_task;
+typedef enum lm_task { LM_PERPLEXITY, LM_PASSKEY, LM_GENERATE, LM_RECORD, LM_CALIBRATE } lm_task;
 
 enum { LM_MAX_POLICIES = 4, LM_MAX_TEXTS = 64 };
 
@@ -32,13 +32,14 @@ typedef struct lm_options {
     /* By task. */
     int64_t context;    /* perplexity, passkey */
     int64_t windows;    /* perplexity */
-    int64_t offset;     /* perplexity, record */
+    int64_t offset;     /* perplexity, record, calibrate */
     int64_t trials;     /* passkey */
     const char *prompt; /* generate */
     int64_t bytes;      /* generate */
-    int64_t length;     /* record: tokens */
+    const char *basis;  /* perplexity, passkey, generate: a file of calibrate, or NULL */
+    int64_t length;     /* record, calibrate: tokens */
     int64_t queries;    /* record: positions at the end whose queries are kept */
-    const char *out;    /* record */
+    const char *out;    /* record, calibrate */
 } lm_options;
 
 typedef enum lm_parsed {

@@ -7,10 +7,10 @@
 
 #include "memory.h"
 #include "progress.h"
+#include "safetensors_write.h"
 #include "setup.h"
 
 #include <cjson/cJSON.h>
-#include <errno.h>
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
@@ -35,49 +35,22 @@ static bool add_metadata(cJSON *header, const lm_config *config, const lm_option
            add_text(metadata, "text_offset", "%.0f", (double)options->offset);
 }
 
-/* A tensor's entry; *end is where the data so far ends. */
-static bool add_tensor(cJSON *header, const char *name, const char *dtype, const int64_t *shape, int rank, double *end) {
-    double bytes = strcmp(dtype, "F32") == 0 ? 4.0 : 2.0;
-    cJSON *entry = cJSON_AddObjectToObject(header, name);
-    if (entry == NULL || cJSON_AddStringToObject(entry, "dtype", dtype) == NULL) {
-        return false;
-    }
-    cJSON *sizes = cJSON_AddArrayToObject(entry, "shape"), *offsets = cJSON_AddArrayToObject(entry, "data_offsets");
-    bool ok = sizes != NULL && offsets != NULL;
-    for (int i = 0; ok && i < rank; i++) {
-        bytes *= (double)shape[i];
-        ok = cJSON_AddItemToArray(sizes, cJSON_CreateNumber((double)shape[i]));
-    }
-    ok = ok && cJSON_AddItemToArray(offsets, cJSON_CreateNumber(*end)) &&
-         cJSON_AddItemToArray(offsets, cJSON_CreateNumber(*end + bytes));
-    *end += bytes;
-    return ok;
-}
-
 /* The order of the entries is the order of the data. */
 static bool add_tensors(cJSON *header, const lm_config *config, const lm_options *options) {
     const int64_t rows[3] = {options->length, config->kv_heads, config->head_dim};
     const int64_t queries[3] = {options->queries, config->heads, config->head_dim}, heads[1] = {config->heads};
     const char *dtype = dtype_names[options->kv_type];
     double end = 0.0;
-    bool ok = add_tensor(header, "slopes", "F32", heads, 1, &end);
+    bool ok = lm_safetensors_add(header, "slopes", "F32", heads, 1, &end);
     for (int32_t layer = 0; ok && layer < config->layers; layer++) {
         char k[32], v[32], q[32];
         snprintf(k, sizeof k, "layers.%d.k", layer);
         snprintf(v, sizeof v, "layers.%d.v", layer);
         snprintf(q, sizeof q, "layers.%d.q", layer);
-        ok = add_tensor(header, k, dtype, rows, 3, &end) && add_tensor(header, v, dtype, rows, 3, &end) &&
-             add_tensor(header, q, "F32", queries, 3, &end);
+        ok = lm_safetensors_add(header, k, dtype, rows, 3, &end) && lm_safetensors_add(header, v, dtype, rows, 3, &end) &&
+             lm_safetensors_add(header, q, "F32", queries, 3, &end);
     }
     return ok;
-}
-
-static char *make_header(const lm_config *config, const lm_options *options) {
-    cJSON *header = cJSON_CreateObject();
-    bool ok = header != NULL && add_metadata(header, config, options) && add_tensors(header, config, options);
-    char *text = ok ? cJSON_PrintUnformatted(header) : NULL;
-    cJSON_Delete(header);
-    return text;
 }
 
 /* ---- the data ---- */
@@ -125,46 +98,35 @@ static bool write_rows(FILE *file, const lm_state *state, const ekv_kv *kv, bool
     return true;
 }
 
-static bool write_layers(FILE *file, const lm_model *model, const lm_state *state, int64_t length) {
-    const lm_queries *queries = state->queries;
-    int64_t q_floats = queries->count * lm_q_width(&model->config);
-    bool ok = write_elements(file, model->weights.slopes, model->config.heads, 4);
-    for (int32_t layer = 0; ok && layer < model->config.layers; layer++) {
+/* What write_layers needs. */
+typedef struct recording {
+    const lm_model *model;
+    const lm_state *state;
+    int64_t length;
+} recording;
+
+static bool write_layers(FILE *file, void *user) {
+    const recording *r = user;
+    const lm_queries *queries = r->state->queries;
+    int64_t q_floats = queries->count * lm_q_width(&r->model->config);
+    bool ok = write_elements(file, r->model->weights.slopes, r->model->config.heads, 4);
+    for (int32_t layer = 0; ok && layer < r->model->config.layers; layer++) {
         ekv_kv kv;
-        ok = ekv_cache_layer(state->cache, layer, &kv, NULL) == EKV_OK && write_rows(file, state, &kv, false, length) &&
-             write_rows(file, state, &kv, true, length) && write_elements(file, queries->rows + layer * q_floats, q_floats, 4);
+        ok = ekv_cache_layer(r->state->cache, layer, &kv, NULL) == EKV_OK && write_rows(file, r->state, &kv, false, r->length) &&
+             write_rows(file, r->state, &kv, true, r->length) &&
+             write_elements(file, queries->rows + layer * q_floats, q_floats, 4);
     }
     return ok;
 }
 
-/* Eight bytes of header length, the header with spaces up to a multiple of eight, the data. */
-static bool write_all(FILE *file, const char *header, const lm_model *model, const lm_state *state, int64_t length) {
-    size_t size = strlen(header), padded = (size + 7) / 8 * 8;
-    bool ok = true;
-    for (int i = 0; ok && i < 8; i++) {
-        ok = fputc((int)((uint64_t)padded >> (8 * i) & 0xff), file) != EOF;
-    }
-    ok = ok && fputs(header, file) >= 0;
-    for (; ok && size < padded; size++) {
-        ok = fputc(' ', file) != EOF;
-    }
-    return ok && write_layers(file, model, state, length);
-}
-
 static bool write_file(const lm_model *model, const lm_options *options, const lm_state *state, lm_error *error) {
-    char *header = make_header(&model->config, options);
-    if (header == NULL) {
-        return lm_fail(error, "out of memory while writing JSON");
-    }
-    FILE *file = fopen(options->out, "wb");
-    bool ok = file != NULL && write_all(file, header, model, state, options->length);
-    int reason = errno;
-    if (file != NULL && fclose(file) != 0 && ok) {
-        ok = false;
-        reason = errno;
-    }
-    cJSON_free(header);
-    return ok || lm_fail(error, "cannot write %s: %s", options->out, strerror(reason));
+    recording r = {model, state, options->length};
+    cJSON *header = cJSON_CreateObject();
+    bool ok = header != NULL && add_metadata(header, &model->config, options) && add_tensors(header, &model->config, options);
+    ok = ok ? lm_safetensors_write(options->out, header, write_layers, &r, error)
+            : lm_fail(error, "out of memory while writing JSON");
+    cJSON_Delete(header);
+    return ok;
 }
 
 /* ---- the task ---- */
@@ -181,17 +143,6 @@ static bool prefill(const lm_model *model, lm_state *state, const uint8_t *ids, 
     return ok;
 }
 
-static bool check_text(const lm_options *options, const lm_file *text, lm_error *error) {
-    int64_t size = (int64_t)text->size;
-    if (options->offset > size || options->length > size - options->offset) {
-        return lm_fail(error,
-                       "the text has %" PRId64 " bytes, too few for --length %" PRId64 " from --offset %" PRId64
-                       ": add another with --text (a text is not repeated)",
-                       size, options->length, options->offset);
-    }
-    return true;
-}
-
 bool lm_record(const lm_model *model, const lm_options *options, lm_error *error) {
     lm_file text;
     if (!lm_setup_text(options, &text, error)) {
@@ -199,7 +150,7 @@ bool lm_record(const lm_model *model, const lm_options *options, lm_error *error
     }
     lm_queries queries = {options->length - options->queries, options->queries, NULL};
     lm_state *state = NULL;
-    bool ok = check_text(options, &text, error);
+    bool ok = lm_setup_check_text(options, &text, error);
     if (ok) {
         size_t rows = (size_t)model->config.layers * (size_t)options->queries;
         queries.rows = lm_alloc(rows * (size_t)lm_q_width(&model->config), sizeof(float), error);

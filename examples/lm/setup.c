@@ -5,8 +5,10 @@
  */
 #include "setup.h"
 
+#include "basis.h"
 #include "memory.h"
 
+#include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -49,7 +51,23 @@ bool lm_setup_text(const lm_options *options, lm_file *text, lm_error *error) {
     return ok;
 }
 
+bool lm_setup_check_text(const lm_options *options, const lm_file *text, lm_error *error) {
+    int64_t size = (int64_t)text->size;
+    if (options->offset > size || options->length > size - options->offset) {
+        return lm_fail(error,
+                       "the text has %" PRId64 " bytes, too few for --length %" PRId64 " from --offset %" PRId64
+                       ": add another with --text (a text is not repeated)",
+                       size, options->length, options->offset);
+    }
+    return true;
+}
+
 lm_state *lm_setup_state(const lm_model *model, const lm_options *options, int64_t max_length, lm_error *error) {
     lm_state_params params = {options->kv_type, options->backend, (int32_t)options->threads, max_length};
-    return lm_state_create(&model->config, &params, error);
+    lm_state *state = lm_state_create(&model->config, &params, error);
+    if (state != NULL && options->basis != NULL && !lm_basis_load(state, options->basis, error)) {
+        lm_state_free(state);
+        state = NULL;
+    }
+    return state;
 }

@@ -11,6 +11,9 @@
 #include "options.h"
 
 bool lm_setup_text(const lm_options *options, lm_file *text, lm_error *error);
+/* That the text holds --length bytes from --offset on. */
+bool lm_setup_check_text(const lm_options *options, const lm_file *text, lm_error *error);
+/* With --basis its bases are loaded. */
 lm_state *lm_setup_state(const lm_model *model, const lm_options *options, int64_t max_length, lm_error *error);
 
 #endif

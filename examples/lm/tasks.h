@@ -1,5 +1,5 @@
 /*
- * The four things that entmaxkv-lm does.
+ * The five things that entmaxkv-lm does.
  *
  * SPDX-License-Identifier: Apache-2.0
  */
@@ -29,6 +29,10 @@ bool lm_generate(const lm_model *model, const lm_options *options, lm_error *err
 
 /* Runs the text with full attention and writes what attention saw: keys, values and the last queries of every layer. */
 bool lm_record(const lm_model *model, const lm_options *options, lm_error *error);
+
+/* Runs the model over a part of the text and writes the bases of its sketches, for --basis. */
+bool lm_calibrate(const lm_model *model, const lm_options *options, lm_error *error);
+enum { LM_CALIBRATION_LEAST = 2048 }; /* tokens that the library needs to find a basis */
 
 /* A passkey context holds at least the sentence with the key, the question, the five digits and a byte of text. */
 int64_t lm_passkey_least_context(void);

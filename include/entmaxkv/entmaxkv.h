@@ -150,8 +150,9 @@ typedef enum ekv_gaussian_model {
 
 /* Page statistics, a set of flags.  Memory per page and KV head, with D = k_dim and e the bytes of an element:
  * BOX 2*D*e; GAUSSIAN 2*D*2 for f16 keys, else 2*D*4; NORMS 8; SKETCH page_size * (3*D/16 + 2), and per KV head once a basis of at
- * most 64 * (D + 128) * 4 bytes and one center of 4*D bytes for every 1,024 tokens.  The basis is found from the first 2,048 tokens
- * of the first sequence that has so many; until then nothing is sketched. */
+ * most 640*D + 36,000 bytes, of which a step reads at most 128*D + 8,000, and one center of 4*D bytes for every 1,024 tokens.  The
+ * basis is found from 2,048 tokens, evenly spread over the first sequence that has so many, or loaded (ekv_index_load_basis); until
+ * there is one nothing is sketched. */
 enum ekv_statistics {
     EKV_STATISTICS_BOX = 1,      /* per-dimension minimum and maximum: bounds for topk and for E */
     EKV_STATISTICS_GAUSSIAN = 2, /* per-dimension mean and standard deviation */
@@ -341,9 +342,46 @@ static inline ekv_index_append_params ekv_index_append_params_default(void) {
 EKV_API ekv_status ekv_index_append(ekv_context *context, ekv_index *index, const ekv_kv *kv, const ekv_index_append_params *params);
 
 /* Forgets the statistics of those pages (keys are being rewritten, blocks are given to another sequence): until the next update
- * they count as unknown and are read. */
+ * they count as unknown and are read.  The basis of their sketches stays. */
 EKV_API ekv_status ekv_index_invalidate(ekv_context *context, ekv_index *index, const int32_t *block_table, int64_t first,
                                         int64_t count);
+
+/* The basis of SKETCH statistics: how keys are described, one basis for each KV head, which serves all sequences of the index.  It
+ * decides how much a step reads, never what it returns: results are those of any other basis, or of none, bit for bit.
+ *
+ * A saved basis is a block of bytes without pointers, good for every index with the same kv_heads and k_dim whatever its dtype and page
+ * size, in the byte order of the machine (another one is refused, as are other versions).  Loading trusts nothing: a block that is not
+ * a basis is an error that names what is wrong and leaves the index as it was; one that is merely unsuitable costs speed.
+ *   ekv_index_basis_bytes   size of the block; 0 if the index keeps no SKETCH statistics
+ *   ekv_index_save_basis    `bytes` must be that size; EKV_ERROR_INVALID_ARGUMENT while the index has no basis
+ *   ekv_index_load_basis    before the first token: EKV_ERROR_INVALID_ARGUMENT while the index knows any page.  A basis that it has
+ *                           already is replaced.  From then on tokens are sketched from the first one.
+ *   ekv_index_find_basis    finds the basis anew from 2,048 tokens, evenly spread over a sequence of `length` >= 2,048 tokens, and
+ *                           sketches this sequence with it.  All other pages count as not sketched until their next update.  On any
+ *                           error the old basis stays.  Reads the sequence's keys twice.
+ * Threads: loading and finding as ekv_index_update, saving as ekv_decode. */
+EKV_API size_t ekv_index_basis_bytes(const ekv_index *index);
+EKV_API ekv_status ekv_index_save_basis(ekv_context *context, const ekv_index *index, void *data, size_t bytes);
+EKV_API ekv_status ekv_index_load_basis(ekv_context *context, ekv_index *index, const void *data, size_t bytes);
+EKV_API ekv_status ekv_index_find_basis(ekv_context *context, ekv_index *index, const ekv_kv *kv, const int32_t *block_table,
+                                        int64_t length);
+
+/* Whether the basis still fits the keys.  A share is the norm of what the sketch leaves unexplained of the keys, less their centers,
+ * over the norm of those (roots of the mean squares over the tokens): 0 is perfect, 1 useless.  A step finds out on its own from a
+ * sample whether its sketch pays; when `recent` stays well above `found` (a half more, say), a new basis may save bytes:
+ * ekv_index_find_basis. */
+enum { EKV_BASIS_NONE = 0, EKV_BASIS_FOUND = 1, EKV_BASIS_LOADED = 2 };
+typedef struct ekv_sketch_fit {
+    size_t size;     /* set before the call */
+    int32_t kv_head; /* that this is about */
+    int32_t basis;   /* EKV_BASIS_NONE: there is none, and what follows is 0 */
+    double found;    /* share, of the tokens that the basis was found from */
+    double recent;   /* share, of the last 1,024 tokens that were sketched, counted in whole windows */
+    int64_t tokens;  /* that `recent` covers: 1,024, or less before so many were sketched */
+} ekv_sketch_fit;
+
+/* kv_head: 0 to kv_heads - 1, or -1 for the head with the largest recent - found.  Threads: as ekv_decode. */
+EKV_API ekv_status ekv_index_sketch_fit(ekv_context *context, const ekv_index *index, int32_t kv_head, ekv_sketch_fit *fit);
 
 /* ------------------------------------------------------------------------------------------------------------------------
  * Level 3: the managed cache
@@ -407,6 +445,11 @@ EKV_API ekv_status ekv_cache_truncate(ekv_context *context, ekv_cache *cache, in
 EKV_API ekv_status ekv_cache_layer(const ekv_cache *cache, int32_t layer, ekv_kv *kv, const ekv_index **index);
 EKV_API const int32_t *ekv_cache_block_table(const ekv_cache *cache, int32_t sequence); /* NULL for an unknown sequence */
 EKV_API int64_t ekv_cache_free_blocks(const ekv_cache *cache);
+
+/* The basis of one layer, as ekv_index_load_basis (before the layer's first token) and ekv_index_find_basis (from one sequence; the
+ * others are sketched with it, too).  To save it and to ask for its fit, take the index from ekv_cache_layer. */
+EKV_API ekv_status ekv_cache_load_basis(ekv_context *context, ekv_cache *cache, int32_t layer, const void *data, size_t bytes);
+EKV_API ekv_status ekv_cache_find_basis(ekv_context *context, ekv_cache *cache, int32_t sequence, int32_t layer);
 
 /* ------------------------------------------------------------------------------------------------------------------------
  * The decode step

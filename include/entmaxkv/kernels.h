@@ -194,12 +194,15 @@ typedef struct ekv_mass_args {
 } ekv_mass_args;
 
 /* A basis: how the keys of one KV head are sketched.  With x = key - center (a center for each stretch of a sequence),
- *      y = R x                      coordinates along `axes` orthonormal rows
+ *      y = P x                      coordinates along `axes` directions; P Q^T = I but for rounding
  *      code c, 4 bits               adds one of 16 centroids to the approximation of y along 1, 2 or 4 axes; codes are taken in turn
  *                                   and several may refine the same axis
- *      norm b, 4 bits               the norm of what is left of y in a block of axes, and last of what is left of x outside of all
+ *      norm b, 4 bits               the norm of what is left of y in a block of axes, and last of x - Q^T y, what is outside of all
  *                                   axes, as the number of the smallest of 16 levels that is not below it
- * so a sketch is codes + norms numbers of 4 bits, and any upper bound of a score is a sum of one table entry for each. */
+ * so a sketch is codes + norms numbers of 4 bits, and any upper bound of a score is a sum of one table entry for each.
+ *
+ * A decode step reads the first part alone: Q in f16 and centroids of a byte, whatever their rounding is, since P and what is left
+ * are found from the rounded ones. */
 #define EKV_SKETCH_AXES 64  /* most axes; at most EKV_TILE */
 #define EKV_SKETCH_CODES 96 /* most codes */
 #define EKV_SKETCH_NORMS 4  /* norms: three blocks of axes and the rest */
@@ -207,13 +210,25 @@ typedef struct ekv_mass_args {
 typedef struct ekv_basis {
     int32_t dim, axes, codes; /* codes is even; 0: no basis yet */
     int32_t block_end[EKV_SKETCH_NORMS - 1];    /* axes of norm b: [block_end[b - 1], block_end[b]) */
-    int32_t axis[EKV_SKETCH_CODES][4];          /* of each code; -1: none */
-    float centroid[EKV_SKETCH_CODES][16][4];    /* 0 where there is no axis */
-    float level[EKV_SKETCH_NORMS][16];          /* ascending; the last is at least every norm that was encoded */
-    float defect;                               /* at least the Frobenius norm of I - R R^T */
     float largest;                              /* at least every norm of x that was encoded; infinity if a key was not finite */
-    const float *rows;                          /* R: [axes][dim rounded up to 32], zeros behind dim */
+    float error_share, error;                   /* rounding while encoding moves x by a vector of at most error_share * largest + error */
+    float skew;                                 /* the axes see at least |Q q|^2 - skew |q|^2 of the square of any q */
+    float level[EKV_SKETCH_NORMS][16];          /* ascending; the last is at least every norm that was encoded */
+    const void *rows;                           /* Q: [axes][dim] in f16, nearly orthonormal */
+    uint16_t start[EKV_SKETCH_CODES];           /* of each code's centroids in `number` */
+    float unit[EKV_SKETCH_CODES];               /* of each code's centroids, see ekv_centroid */
+    int8_t axis[EKV_SKETCH_CODES][4];           /* of each code; -1: none, and then none after it */
+    int8_t number[EKV_SKETCH_CODES * 4 * 16];   /* [axes of the code][16] for each code, without gaps */
+    /* From here on what only encode reads: the same, expanded. */
+    float centroid[EKV_SKETCH_CODES][16][4];    /* 0 where there is no axis */
+    const float *project;                       /* P: [axes][dim rounded up to 32], zeros behind dim */
+    const float *restore;                       /* Q again, laid out like P */
 } ekv_basis;
+
+/* Centroid v of a code along its axis number j. */
+static inline float ekv_centroid(const ekv_basis *basis, int code, int j, int v) {
+    return basis->unit[code] * (float)basis->number[basis->start[code] + 16 * j + v];
+}
 
 /* encode: sketches n keys.  Code c of the key in slot t of a page goes to byte [t / 16][c / 2][t % 16] of `page`, low half for even
  * c; the norms follow the codes.  A key that is not finite gets the highest norm numbers.  Typed by the storage type of the keys.
@@ -226,6 +241,7 @@ typedef struct ekv_encode_args {
     int n, slot;               /* the slots [slot, slot + n) of the page are written, others stay */
     uint8_t *page;             /* [page slots / 16 rounded up][(codes + norms) / 2][16] */
     float norms[EKV_SKETCH_NORMS], length; /* in and out: raised */
+    double left, total; /* in and out: squares of all norms, and of x, of the finite keys are added, rounded up */
 } ekv_encode_args;
 
 /* lookup: sum[t] = start of its group + sum over codes of table[code][its number], saturating at 65535, for `groups` groups of 16

@@ -7,21 +7,21 @@
 #ifndef EKV_SKETCH_H
 #define EKV_SKETCH_H
 
-/* y = R x. */
+/* y = P x. */
 static void rotate(const ekv_basis *basis, const float *x, float *y) {
     const size_t stride = ((size_t)basis->dim + VEC_LANES - 1) / VEC_LANES * VEC_LANES;
     const void *rows[EKV_TILE];
     int32_t token[EKV_TILE] = {0};
     const float slope = 0.0f;
     const int32_t q_token = 0;
-    for (int32_t a = 0; a < basis->axes; a++) rows[a] = basis->rows + (size_t)a * stride;
+    for (int32_t a = 0; a < basis->axes; a++) rows[a] = basis->project + (size_t)a * stride;
     ekv_score_args s = {&x, &slope, &q_token, 1, rows, token, basis->axes, basis->dim, y, NULL, 0};
     score(EKV_F32, &s);
 }
 
 /* The number of the nearest centroid to the residual along the code's axes; takes it off. */
 static int nearest(const ekv_basis *basis, int32_t code, float *residual) {
-    const int32_t *axis = basis->axis[code];
+    const int8_t *axis = basis->axis[code];
     float r[4], least = INFINITY;
     int best = 0;
     for (int j = 0; j < 4; j++) r[j] = axis[j] >= 0 ? residual[axis[j]] : 0.0f;
@@ -75,14 +75,18 @@ static void encode_key(ekv_dtype dtype, ekv_encode_args *a, const void *key, uin
     rotate(basis, x, y);
     memcpy(residual, y, sizeof y);
     for (int32_t c = 0; c < basis->codes; c++) put_code(group, slot, c, nearest(basis, c, residual));
-    for (int32_t i = 0; i < basis->axes; i++) { /* x - R^T y: what no axis sees */
-        const float *row = basis->rows + (size_t)i * (size_t)padded;
+    for (int32_t i = 0; i < basis->axes; i++) { /* x - Q^T y: what no axis sees */
+        const float *row = basis->restore + (size_t)i * (size_t)padded;
         const vf y_i = vf_set1(y[i]);
         for (int d = 0; d < padded; d += VEC_LANES) vf_store(x + d, vf_sub(vf_load(x + d), vf_mul(y_i, vf_load(row + d))));
     }
     for (int b = 0; b < EKV_SKETCH_NORMS - 1; b++)
         norms[b] = norm_of(squares_of(residual, b ? basis->block_end[b - 1] : 0, basis->block_end[b]));
     norms[EKV_SKETCH_NORMS - 1] = norm_of(squares_of(x, 0, dim));
+    if (length < INFINITY) {
+        a->total += (double)length * (double)length;
+        for (int b = 0; b < EKV_SKETCH_NORMS; b++) a->left += (double)norms[b] * (double)norms[b];
+    }
     for (int b = 0; b < EKV_SKETCH_NORMS; b++) {
         if (!(length < INFINITY)) norms[b] = INFINITY;
         put_code(group, slot, basis->codes + b, level_of(basis->level[b], norms[b]));

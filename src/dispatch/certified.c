@@ -300,7 +300,7 @@ static void table_entries(const ekv_basis *basis, int code, const double *rotate
             continue;
         }
         for (int j = 0; j < 4; j++)
-            if (basis->axis[code][j] >= 0) entry[v] += rotated[basis->axis[code][j]] * (double)basis->centroid[code][v][j];
+            if (basis->axis[code][j] >= 0) entry[v] += rotated[basis->axis[code][j]] * (double)ekv_centroid(basis, code, j, v);
     }
 }
 
@@ -314,33 +314,34 @@ static uint16_t start_from(const ekv_row *row, int64_t stretch, double bias) {
 }
 
 /*
- * The row's table.  With x = k - center (rounded once, u |x|), y the stored coordinates, c the sum of centroids, w = x - R^T y:
- *      q . k = q . center + (R q) . c + (R q) . (y - c) + q . w
- * for any y and R; |(R q) . (y - c)| is at most the sum over blocks of |(R q)_b| |(y - c)_b|, and
- *      q . w = (q - R^T R q) . w + (R q) . (R w),      |R w| <= (rounding of y + defect) |x|.
- * The rounding of y, of R q, of the residuals and of w in f32 (at most axes + 2 additions for each element of w, whose terms sum to
- * less than 10 |x| in norm; K + 2 additions and a factor of sqrt(axes) <= 8 for the rotations; 8 subtractions for a residual) adds up to
- * less than (10 (axes + 2) + 32 (K + 2) + 16) u + 2 defect times |q| |x|.  The f32 score adds (K + 8) u |q| |k|, |k| <= |x| + |center|.
+ * The row's table.  With x = k - center, y any coordinates, c the sum of centroids, w = x - Q^T y:
+ *      q . k = q . center + (Q q) . c + (Q q) . (y - c) + q . w
+ * |(Q q) . (y - c)| is at most the sum over blocks of |(Q q)_b| |(y - c)_b|.  y = P x, which is what keeps w outside of the axes, so
+ * that only the part of q that the axes do not see counts in q . w: its square is at most |q|^2 - |Q q|^2 + skew |q|^2.  What the
+ * rounding while encoding adds to all this is derived in basis.c: |q| (error_share largest + error).
+ * The f32 score adds (K + 8) u |q| |k|, |k| <= |x| + |center|; if that could overflow, nothing is ruled out.
  * Entries are rounded up to whole steps, so that the integer sum is never below the real one:  bound <= origin + step (sum - 1).
  */
 static void build_table(const ekv_step *step, const ekv_item *item, ekv_row *row) {
     const ekv_index *index = step->index;
     const ekv_basis *basis = &index->bases[item->head];
     const int32_t dim = step->kv.k_dim, codes = basis->codes + EKV_SKETCH_NORMS;
-    const size_t padded = ekv_padded(dim);
     double rotated[EKV_SKETCH_AXES], block_norm[EKV_SKETCH_NORMS], seen = 0.0;
     for (int32_t a = 0; a < basis->axes; a++) {
+        float axis[EKV_MAX_DIM];
+        ekv_load_row_args load = {ekv_at(basis->rows, (int64_t)a * dim, EKV_F16), dim, 1.0f, axis};
+        step->kernels->load_row[EKV_F16](&load);
         rotated[a] = 0.0;
-        for (int32_t d = 0; d < dim; d++) rotated[a] += (double)basis->rows[(size_t)a * padded + (size_t)d] * (double)row->q[d];
+        for (int32_t d = 0; d < dim; d++) rotated[a] += (double)axis[d] * (double)row->q[d];
         seen += rotated[a] * rotated[a];
     }
-    const double norm = norm_of_query(step, row), defect = (double)basis->defect, u = 0x1p-24;
+    const double norm = norm_of_query(step, row);
     for (int b = 0; b < EKV_SKETCH_NORMS - 1; b++) {
         double squares = 0.0;
         for (int32_t a = b ? basis->block_end[b - 1] : 0; a < basis->block_end[b]; a++) squares += rotated[a] * rotated[a];
         block_norm[b] = sqrt(squares) * (1.0 + 1e-6) + 1e-30;
     }
-    const double rest = norm * norm - seen + (2.0 * defect + 1e-12) * norm * norm;
+    const double rest = norm * norm - seen + ((double)basis->skew + 1e-12) * norm * norm;
     block_norm[EKV_SKETCH_NORMS - 1] = sqrt(rest > 0.0 ? rest : 0.0) * (1.0 + 1e-6) + 1e-30;
 
     double entry[EKV_SKETCH_CODES + EKV_SKETCH_NORMS][16], least[EKV_SKETCH_CODES + EKV_SKETCH_NORMS], range = 0.0;
@@ -357,8 +358,8 @@ static void build_table(const ekv_step *step, const ekv_item *item, ekv_row *row
         range += most - least[c];
         row->table->base += least[c];
     }
-    const double k = (double)(padded / 32 + 5), largest = (double)basis->largest;
-    const double kappa = (10.0 * (basis->axes + 2) + 32.0 * (k + 2.0) + 16.0 + 2.0 * (k + 16.0)) * u + 2.0 * defect;
+    const double scoring = 2.0 * (double)(ekv_padded(dim) / 32 + 5 + 16) * 0x1p-24;
+    const double largest = (double)basis->largest, encoding = (double)basis->error_share * largest + (double)basis->error;
     const int64_t stretches = ekv_ceil_div(item->pages, index->stretch);
     double top = -(double)INFINITY, bottom = (double)INFINITY; /* of the centers' parts */
     for (int64_t s = 0; s < stretches; s++) {
@@ -370,7 +371,9 @@ static void build_table(const ekv_step *step, const ekv_item *item, ekv_row *row
             dot += (double)row->q[d] * (double)center[d];
             squares += (double)center[d] * (double)center[d];
         }
-        row->center[s] = dot + norm * (kappa * largest + 2.0 * (k + 16.0) * u * sqrt(squares)) + 1e-30;
+        const double length = largest + sqrt(squares);
+        if (!(norm * length < 3e38)) continue; /* a score might overflow */
+        row->center[s] = dot + norm * (encoding + scoring * length) + 1e-30;
         top = row->center[s] > top ? row->center[s] : top;
         bottom = row->center[s] < bottom ? row->center[s] : bottom;
     }
@@ -441,9 +444,8 @@ static void run_add(const ekv_step *step, const ekv_item *item, run *run, int64_
 
 /* Bytes that every use of the sketch reads once: basis and centers. */
 static int64_t basis_bytes(const ekv_step *step, const ekv_item *item) {
-    const ekv_basis *basis = &step->index->bases[item->head];
     const int64_t stretches = ekv_ceil_div(item->pages, step->index->stretch);
-    return ((int64_t)basis->axes + stretches) * step->kv.k_dim * 4 + (int64_t)basis->codes * 16 * 16 + EKV_SKETCH_NORMS * 16 * 4;
+    return ekv_basis_bytes(&step->index->bases[item->head]) + stretches * step->kv.k_dim * 4;
 }
 
 static int64_t group_bytes(const ekv_step *step) { return (int64_t)(step->index->codes + EKV_SKETCH_NORMS) / 2 * EKV_SKETCH_GROUP; }
@@ -706,3 +708,21 @@ void ekv_certify_round(const ekv_step *step, ekv_item *item, int32_t span, int r
     reader_flush(step, item, &rd);
     for (int32_t r = 0; r < item->rows && last; r++) sort_list(step, &item->row[r], span, parts_of(item, &item->row[r]) + span);
 }
+
+/* ---- for tests ---- */
+
+void ekv_certify_tables(const ekv_step *step, ekv_item *item) {
+    for (int32_t r = 0; r < item->rows; r++) build_table(step, item, &item->row[r]);
+}
+
+void ekv_certify_sums(const ekv_step *step, ekv_item *item) {
+    const int32_t per_page = step->kv.page_size / EKV_SKETCH_GROUP;
+    run run = {0};
+    for (int32_t r = 0; r < item->rows; r++)
+        for (int64_t s = 0; s * step->index->stretch < item->pages; s++) item->row[r].start[s] = start_from(&item->row[r], s, 0.0);
+    for (int64_t group = 0; group * EKV_SKETCH_GROUP < item->n; group++)
+        if (page_sketched(step, item, group / per_page)) run_add(step, item, &run, group);
+    look_up(step, item, &run);
+}
+
+bool ekv_certify_rules_out(const ekv_row *row, int32_t token, double cut) { return row->sum[token] <= limit_at(row, cut); }

@@ -3,10 +3,11 @@
  *
  * lookup and above are exact.  encode decides in floats what is nearest and how large a norm is; the oracle follows the decisions in
  * double and asks of each that it be right within the rounding of what it was made from: x = key - center              u |x_d|
- *   y = R x                       (ceil(dim / 32) + 5) u of sum |R_ad x_d|, as a score, and u of it for x: e_a
+ *   y = P x                       (ceil(dim / 32) + 5) u of sum |P_ad x_d|, as a score, and u of it for x: e_a
  *   a residual of y               another u of its size for each code that the axis has had
- *   x - R^T y                     2 u of |x_d| and of each |y_a R_ad| for each axis, and e_a |R_ad|
+ *   x - Q^T y                     2 u of |x_d| and of each |y_a Q_ad| for each axis, and e_a |Q_ad|
  *   a norm, rounded up            2^-21 of it
+ * P and Q are any two sets of rows here: nothing in encode depends on how they are related.
  *
  * SPDX-License-Identifier: Apache-2.0
  */
@@ -89,12 +90,12 @@ enum { NORMAL, FAR, CENTER, HUGE_KEYS, NANS, INFINITE };
 /* A case's basis, and what the oracle found for one key. */
 typedef struct sketch {
     ekv_basis *basis;
-    float *rows, *center;
+    float *project, *restore, *center;
     int padded;
     double x[EKV_MAX_DIM], y[EKV_SKETCH_AXES], error[EKV_SKETCH_AXES], residual[EKV_SKETCH_AXES];
 } sketch;
 
-/* Rows are random and nearly of length 1, not orthogonal: nothing in encode depends on that. */
+/* Rows are random and nearly of length 1, not orthogonal. */
 static void make_basis(ekv_check *c, sketch *s, int dim, int codes) {
     ekv_basis *b = s->basis;
     memset(b, 0, sizeof *b);
@@ -106,17 +107,20 @@ static void make_basis(ekv_check *c, sketch *s, int dim, int codes) {
     for (int code = 0; code < codes; code++) {
         const int together = 1 << ekv_below(c, 3);
         for (int j = 0; j < 4; j++) {
-            b->axis[code][j] = j < together && j < b->axes ? (code * 4 + j) % b->axes : -1;
+            b->axis[code][j] = (int8_t)(j < together && j < b->axes ? (code * 4 + j) % b->axes : -1);
             for (int v = 0; v < 16; v++) b->centroid[code][v][j] = b->axis[code][j] >= 0 ? (float)ekv_normal(c) : 0.0f;
         }
     }
     for (int i = 0; i < EKV_SKETCH_NORMS; i++)
         for (int v = 0; v < 16; v++) b->level[i][v] = (float)(0.1 + 0.25 * v * (1.0 + i)) * sqrtf((float)dim) * 0.2f;
-    b->defect = b->largest = INFINITY;
-    for (int i = 0; i < b->axes * s->padded; i++)
-        s->rows[i] = i % s->padded < dim ? (float)(ekv_normal(c) / sqrt((double)dim)) : 0.0f;
+    b->largest = INFINITY;
+    for (int i = 0; i < b->axes * s->padded; i++) {
+        s->project[i] = i % s->padded < dim ? (float)(ekv_normal(c) / sqrt((double)dim)) : 0.0f;
+        s->restore[i] = i % s->padded < dim ? (float)(ekv_normal(c) / sqrt((double)dim)) : 0.0f;
+    }
     for (int d = 0; d < s->padded; d++) s->center[d] = d < dim ? (float)ekv_normal(c) : 0.0f;
-    b->rows = s->rows;
+    b->project = s->project;
+    b->restore = s->restore;
 }
 
 static void make_sketched_key(ekv_check *c, const sketch *s, ekv_dtype dtype, void *key, int content) {
@@ -146,8 +150,8 @@ static void project(sketch *s, ekv_dtype dtype, const void *key) {
         double size = 0.0;
         s->y[i] = 0.0;
         for (int d = 0; d < b->dim; d++) {
-            s->y[i] += (double)s->rows[i * s->padded + d] * s->x[d];
-            size += fabs((double)s->rows[i * s->padded + d] * s->x[d]);
+            s->y[i] += (double)s->project[i * s->padded + d] * s->x[d];
+            size += fabs((double)s->project[i * s->padded + d] * s->x[d]);
         }
         s->error[i] = 1.01 * (steps + 1.0) * EKV_U * size;
         s->residual[i] = s->y[i];
@@ -190,7 +194,7 @@ static double rest_norm(const sketch *s, const double *y_error, double *error) {
     for (int d = 0; d < b->dim; d++) {
         double x = s->x[d], off = EKV_U * fabs(x), size = fabs(x);
         for (int i = 0; i < b->axes; i++) {
-            const double r = (double)s->rows[i * s->padded + d];
+            const double r = (double)s->restore[i * s->padded + d];
             x -= s->y[i] * r;
             size += fabs(s->y[i] * r);
             off += y_error[i] * fabs(r) + 2.0 * EKV_U * size;
@@ -200,6 +204,17 @@ static double rest_norm(const sketch *s, const double *y_error, double *error) {
     }
     *error = sqrt(errors);
     return sqrt(squares);
+}
+
+/* What the sums may be: from the norms' errors. */
+typedef struct sums {
+    double least_left, most_left, least_total, most_total;
+} sums;
+
+static void add_square(double *least, double *most, double norm, double error) {
+    const double low = fmax(norm - error, 0.0) * (1.0 - 0x1p-40), high = (norm + error) * (1.0 + 0x1p-21) + 0x1p-130;
+    *least += low * low;
+    *most += high * high;
 }
 
 static void check_norm(ekv_check *c, const sketch *s, const ekv_encode_args *a, int slot, int block, double norm,
@@ -218,7 +233,7 @@ static void check_norm(ekv_check *c, const sketch *s, const ekv_encode_args *a, 
 
 /* One key; `most` collects upper limits of what norms and length may return. */
 static void check_sketch(ekv_check *c, sketch *s, ekv_dtype dtype, const ekv_encode_args *a, int i,
-                         double most[EKV_SKETCH_NORMS + 1]) {
+                         double most[EKV_SKETCH_NORMS + 1], sums *sum) {
     const ekv_basis *b = s->basis;
     const int slot = a->slot + i;
     double y_error[EKV_SKETCH_AXES], length = 0.0, error;
@@ -244,10 +259,13 @@ static void check_sketch(ekv_check *c, sketch *s, ekv_dtype dtype, const ekv_enc
         }
         check_norm(c, s, a, slot, block, sqrt(squares), sqrt(errors));
         most[block] = fmax(most[block], sqrt(squares) + sqrt(errors));
+        add_square(&sum->least_left, &sum->most_left, sqrt(squares), sqrt(errors));
     }
     const double rest = rest_norm(s, y_error, &error);
     check_norm(c, s, a, slot, EKV_SKETCH_NORMS - 1, rest, error);
     most[EKV_SKETCH_NORMS - 1] = fmax(most[EKV_SKETCH_NORMS - 1], rest + error);
+    add_square(&sum->least_left, &sum->most_left, rest, error);
+    add_square(&sum->least_total, &sum->most_total, length, 2.0 * EKV_U * length);
     ekv_expect_in(c, "length", 0, (double)a->length, length * (1.0 - 2.0 * EKV_U), (double)INFINITY);
     most[EKV_SKETCH_NORMS] = fmax(most[EKV_SKETCH_NORMS], length * (1.0 + 2.0 * EKV_U));
 }
@@ -263,7 +281,8 @@ static void check_encode(ekv_check *c) {
     uint8_t *before = ekv_scratch(c, (size_t)bytes);
     if (!s || !before) return;
     s->basis = ekv_room_in(c, "basis", 1, sizeof *s->basis);
-    s->rows = ekv_room_in(c, "basis rows", (int64_t)EKV_SKETCH_AXES * ((dim + 31) / 32 * 32), sizeof *s->rows);
+    s->project = ekv_room_in(c, "basis P", (int64_t)EKV_SKETCH_AXES * ((dim + 31) / 32 * 32), sizeof *s->project);
+    s->restore = ekv_room_in(c, "basis Q", (int64_t)EKV_SKETCH_AXES * ((dim + 31) / 32 * 32), sizeof *s->restore);
     s->center = ekv_room_in(c, "center", (dim + 31) / 32 * 32, sizeof *s->center);
     const void **keys = ekv_rows(c, "key", n, dim, dtype);
     uint8_t *page = ekv_room_inout(c, "page", bytes, 1);
@@ -272,17 +291,22 @@ static void check_encode(ekv_check *c) {
     for (int i = 0; i < n; i++) make_sketched_key(c, s, dtype, (void *)(uintptr_t)keys[i], i % 2 ? NORMAL : content);
     for (int64_t i = 0; i < bytes; i++) before[i] = page[i] = (uint8_t)ekv_below(c, 256);
     ekv_seal(c);
-    ekv_encode_args a = {s->basis, s->center, keys, n, slot, page, {0.01f, 0.01f, 0.01f, 0.01f}, 0.01f};
+    ekv_encode_args a = {s->basis, s->center, keys, n, slot, page, {0.01f, 0.01f, 0.01f, 0.01f}, 0.01f, 3.0, 5.0};
     c->table->encode[dtype](&a);
     double most[EKV_SKETCH_NORMS + 1] = {0.01, 0.01, 0.01, 0.01, 0.01};
+    sums sum = {3.0, 3.0, 5.0, 5.0};
     bool finite = true;
     for (int i = 0; i < n && !c->failed; i++) {
-        check_sketch(c, s, dtype, &a, i, most);
+        check_sketch(c, s, dtype, &a, i, most, &sum);
         for (int d = 0; d < dim; d++) finite = finite && isfinite(ekv_reference_load(dtype, keys[i], d));
     }
     for (int i = 0; finite && i <= EKV_SKETCH_NORMS; i++)
         ekv_expect_in(c, i < EKV_SKETCH_NORMS ? "norms are not above the largest" : "length is not above the largest", i,
                       (double)(i < EKV_SKETCH_NORMS ? a.norms[i] : a.length), 0.0, most[i] * (1.0 + 0x1p-20) + 0x1p-120);
+    if (!c->failed) {
+        ekv_expect_in(c, "left", 0, a.left, sum.least_left * (1.0 - 0x1p-40), sum.most_left * (1.0 + 0x1p-40));
+        ekv_expect_in(c, "total", 0, a.total, sum.least_total * (1.0 - 0x1p-40), sum.most_total * (1.0 + 0x1p-40));
+    }
     for (int64_t i = 0; i < bytes; i++) {
         const int64_t group = i / ((codes + EKV_SKETCH_NORMS) / 2 * EKV_SKETCH_GROUP),
                       at = group * EKV_SKETCH_GROUP + i % EKV_SKETCH_GROUP;

@@ -184,14 +184,16 @@ static void build_page(void *arg, int64_t i) {
     }
 }
 
+const ekv_kernels *ekv_statistics_kernels(const ekv_context *context) {
+    ekv_backend_entry best;
+    return !context->kernels && ekv_find_backend(NULL, &best) ? best.kernels : context->kernels;
+}
+
 static void rebuild(ekv_context *context, ekv_index *index, const ekv_kv *kv, const int32_t *block_table, int64_t base, int64_t first,
                     int64_t count, int64_t length) {
     if (count <= 0 || first >= length) return;
     const int64_t end = ekv_min64(first + count, length), first_page = first / kv->page_size;
-    /* The reference keeps statistics too; any table serves, since all give the same bits. */
-    ekv_backend_entry best;
-    const ekv_kernels *kernels = context->kernels;
-    if (!kernels && ekv_find_backend(NULL, &best)) kernels = best.kernels;
+    const ekv_kernels *kernels = ekv_statistics_kernels(context);
     update u = {kernels, index, kv, block_table, base, first_page, ekv_ceil_div(end, kv->page_size) - first_page, length};
     ekv_parallel(context, u.pages * kv->kv_heads, build_page, &u);
     for (int64_t page = first_page; page < first_page + u.pages; page++)
@@ -204,9 +206,9 @@ void ekv_index_rebuild(ekv_context *context, ekv_index *index, const ekv_kv *kv,
     rebuild(context, index, kv, block_table, 0, first, count, length);
 }
 
-/* Checks the range of tokens and the blocks that hold it. */
-static ekv_status check_range(ekv_context *context, const ekv_index *index, const int32_t *block_table, int64_t first, int64_t count,
-                              int64_t length) {
+/* Checks the range of tokens and the blocks that hold it; of an update also those of other tokens whose keys the sketch reads. */
+static ekv_status check_range(ekv_context *context, const ekv_index *index, const int32_t *block_table, bool update, int64_t first,
+                              int64_t count, int64_t length) {
     if (first < 0) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "first is %lld, below 0", (long long)first);
     if (count < 0) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "count is %lld, below 0", (long long)count);
     if (count > length - first)
@@ -214,13 +216,19 @@ static ekv_status check_range(ekv_context *context, const ekv_index *index, cons
                         (long long)first, (long long)count);
     if (count == 0 || (index->on_device && block_table)) return EKV_OK; /* a device table cannot be read here */
     const int64_t page_size = index->shape.page_size;
-    for (int64_t page = first / page_size; page <= (first + count - 1) / page_size; page++) {
+    int64_t begin = first, end = first + count;
+    if (update) ekv_sketch_reads(index, &begin, &end, length);
+    for (int64_t page = begin / page_size; page <= (end - 1) / page_size; page++) {
         const int64_t block = block_of(block_table, page);
         if (block < 0 || block >= index->shape.blocks)
             return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "block_table[%lld] is %lld, not in 0..%lld", (long long)page,
                             (long long)block, (long long)index->shape.blocks - 1);
     }
     return EKV_OK;
+}
+
+ekv_status ekv_check_blocks(ekv_context *context, const ekv_index *index, const int32_t *block_table, int64_t first, int64_t count) {
+    return check_range(context, index, block_table, false, first, count, INT64_MAX);
 }
 
 ekv_status ekv_index_update(ekv_context *context, ekv_index *index, const ekv_kv *kv, const int32_t *block_table, int64_t first,
@@ -233,7 +241,7 @@ ekv_status ekv_index_update(ekv_context *context, ekv_index *index, const ekv_kv
         return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "kv->size is %zu, not that of an ekv_kv", kv->size);
     ekv_status status = ekv_check_kv(context, &view);
     if (status == EKV_OK) status = ekv_check_index(context, index, &view);
-    if (status == EKV_OK) status = check_range(context, index, block_table, first, count, length);
+    if (status == EKV_OK) status = check_range(context, index, block_table, true, first, count, length);
     if (status == EKV_OK && context->cuda) {
         const ekv_cuda_pages pages = {.kv = &view, .block_table = block_table, .first = first, .length = length, .max_count = count,
                                       .batch = 1, .own_stream = true};
@@ -254,7 +262,7 @@ static ekv_status append_on_host(ekv_context *context, ekv_index *index, const e
                 return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "lengths[%d] is %lld, past the pool of %lld blocks", (int)b,
                                 (long long)length, (long long)kv->blocks);
             if (pass == 0) {
-                const ekv_status status = check_range(context, index, table, first, count, length);
+                const ekv_status status = check_range(context, index, table, true, first, count, length);
                 if (status != EKV_OK) return status;
             } else {
                 rebuild(context, index, kv, table, table ? 0 : b * p->block_table_stride, first, count, length);
@@ -290,7 +298,7 @@ ekv_status ekv_index_invalidate(ekv_context *context, ekv_index *index, const in
     if (!context) return EKV_ERROR_INVALID_ARGUMENT;
     if (!index) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "index is NULL");
     ekv_status status = check_place(context, index);
-    if (status == EKV_OK) status = check_range(context, index, block_table, first, count, INT64_MAX);
+    if (status == EKV_OK) status = ekv_check_blocks(context, index, block_table, first, count);
     if (status != EKV_OK || count == 0) return status;
     if (context->cuda) {
         const ekv_cuda_pages pages = {.block_table = block_table, .first = first, .length = first + count, .max_count = count, .batch = 1,

@@ -48,6 +48,15 @@ struct ekv_context {
     atomic_int *slots; /* [threads] claimed by the tasks that run at the same time */
 };
 
+/* How well the basis of a KV head describes its keys: the share of the norm of x that codes leave, as a root of mean squares. */
+typedef struct ekv_fit {
+    double found;       /* of the tokens that the basis was found from */
+    double recent;      /* of the last whole window of sketched tokens */
+    int64_t tokens;     /* in that window; 0: none is whole yet */
+    double left, total; /* sums of the window that is being filled */
+    int64_t count;      /* and its tokens */
+} ekv_fit;
+
 struct ekv_index {
     ekv_index_params shape;
     ekv_allocator allocator; /* of memory, when owned */
@@ -66,7 +75,10 @@ struct ekv_index {
     size_t sketch_bytes;  /* of a page and head */
     uint8_t *sketches;    /* [kv_heads][blocks] */
     ekv_basis *bases;     /* [kv_heads] */
-    float *rows;          /* [kv_heads][EKV_SKETCH_AXES][k_dim padded] */
+    uint16_t *rows;       /* [kv_heads][ekv_sketch_axes()][k_dim] f16: Q of the bases */
+    float *expanded;      /* [kv_heads][ekv_sketch_expanded()] what encode reads of them: P, then Q */
+    ekv_fit *fits;        /* [kv_heads] */
+    bool basis_loaded;    /* the bases were loaded, not found here */
     float *centers;       /* [kv_heads][stretches][k_dim padded] */
     uint8_t *centered;    /* [stretches] 1: its centers are known */
     uint16_t *sketched;   /* [blocks] tokens that are sketched */
@@ -151,6 +163,18 @@ const char *ekv_catch_fault(void (*call)(void *arg), void *arg, const void **add
 
 /* ---- sketch.c ---- */
 
+#define EKV_SKETCH_TRAINING 2048 /* tokens that a basis is found from */
+#define EKV_SKETCH_WINDOW 1024   /* tokens over which the fit is taken */
+
+static inline int32_t ekv_sketch_axes(int32_t dim) { return dim < EKV_SKETCH_AXES ? dim : EKV_SKETCH_AXES; }
+/* Floats per head that encode reads. */
+static inline size_t ekv_sketch_expanded(int32_t dim) { return 2 * (size_t)ekv_sketch_axes(dim) * (((size_t)dim + 31) / 32 * 32); }
+static inline int ekv_code_axes(const ekv_basis *basis, int code) {
+    int n = 0;
+    while (n < 4 && basis->axis[code][n] >= 0) n++;
+    return n;
+}
+
 /* Takes the sketch's arrays from the arena that lays out an index (or measures). */
 void ekv_sketch_lay_out(ekv_index *index, ekv_arena *arena);
 /* No basis, no centers, nothing sketched. */
@@ -158,8 +182,27 @@ void ekv_sketch_clear(ekv_index *index);
 /* Sketches tokens [first, first + count) of a sequence of `length` tokens, first finding the basis if it is time to. */
 void ekv_sketch_update(ekv_context *context, ekv_index *index, const ekv_kernels *kernels, const ekv_kv *kv, const int32_t *block_table,
                        int64_t base, int64_t first, int64_t count, int64_t length);
+/* Widens the tokens [*first, *end) of such an update to all whose keys it may read (for centers and to find a basis). */
+void ekv_sketch_reads(const ekv_index *index, int64_t *first, int64_t *end, int64_t length);
+/* Finds the basis anew from a sequence of at least EKV_SKETCH_TRAINING tokens and sketches it; forgets all other sketches.  On an error
+ * nothing has changed. */
+ekv_status ekv_sketch_find(ekv_context *context, ekv_index *index, const ekv_kernels *kernels, const ekv_kv *kv,
+                           const int32_t *block_table, int64_t length);
+
+/* ---- basis.c ---- */
+
+/* Points a basis to the memory that the index has for it, as an empty one. */
+void ekv_basis_attach(const ekv_index *index, int32_t head, ekv_basis *basis);
+/* Finds what encode reads, error_share, error and skew, and sets `codes`, given dim, axes, block_end, level, rows, unit, axis and
+ * number.  False, with codes 0, if the rows are too far from orthonormal for the bounds of the rounding to hold. */
+bool ekv_basis_complete(const ekv_kernels *kernels, ekv_basis *basis, int32_t codes);
+/* Bytes that a step reads of a basis. */
+int64_t ekv_basis_bytes(const ekv_basis *basis);
 
 /* ---- index.c ---- */
+
+/* The kernels that keep statistics: the context's; the reference uses those of the best CPU backend, since all give the same bits. */
+const ekv_kernels *ekv_statistics_kernels(const ekv_context *context);
 
 static inline size_t ekv_padded(int32_t dim) { return ((size_t)dim + 31) / 32 * 32; }
 static inline int64_t ekv_index_stretches(const ekv_index *index) { return index->shape.blocks / index->stretch + 1; }
@@ -178,6 +221,8 @@ static inline float *ekv_index_value_norm(const ekv_index *index, int head, int6
 /* EKV_ERROR_INVALID_ARGUMENT if the index was made for another shape than kv's, or if kv itself is wrong. */
 ekv_status ekv_check_index(ekv_context *context, const ekv_index *index, const ekv_kv *kv);
 ekv_status ekv_check_kv(ekv_context *context, const ekv_kv *kv); /* decode.c */
+/* That the blocks of tokens [first, first + count) lie in the index. */
+ekv_status ekv_check_blocks(ekv_context *context, const ekv_index *index, const int32_t *block_table, int64_t first, int64_t count);
 /* From now on the block's page is unknown. */
 void ekv_index_forget(ekv_index *index, int64_t block);
 /* ekv_index_update for arguments that are known to be right. */

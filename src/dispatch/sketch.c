@@ -2,10 +2,11 @@
  * The sketch of an index: where it lies, how its basis is found, how it is kept current.  (What a sketch is: ekv_basis in
  * entmaxkv/kernels.h.  How bounds are read from it: certified.c.)
  *
- * The basis of a KV head is found once, from the first TRAINING tokens of the first sequence that has so many: principal axes, then
- * codes in turn, each where it takes away most of the variance that is left.  It serves all sequences of the pool.  Keys drift along a
- * sequence, mostly by their mean, so each stretch of about 1,024 tokens has a center: the mean of the stretch before, which is known
- * when its first token comes, at whatever pace tokens are appended.  Neither fit nor centers matter for soundness.
+ * The basis of a KV head is found from TRAINING tokens, evenly spread over the first sequence that has so many, or loaded (basis.c):
+ * principal axes, then codes in turn, each where it takes away most of the variance that is left.  It serves all sequences of the pool.
+ * Keys drift along a sequence, mostly by their mean, so each stretch of about 1,024 tokens has a center: the mean of the stretch before,
+ * which is known when its first token comes, at whatever pace tokens are appended.  Neither fit nor centers matter for soundness.
+ * What the codes leave of the keys is summed up while they are encoded: that tells when a basis no longer fits.
  *
  * Everything here is plain double arithmetic in a fixed order: the same bits on every machine.
  *
@@ -17,11 +18,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define TRAINING 2048       /* tokens that a basis is found from */
+#define TRAINING EKV_SKETCH_TRAINING
 #define STRETCH 1024        /* tokens that share a center, rounded up to whole pages */
 #define AXIS_STEPS 24       /* subspace iterations */
 #define CLUSTER_STEPS 6     /* k-means iterations */
 #define CLUSTER_STRIDE 2    /* k-means looks at every second training token */
+#define LARGEST 1e17        /* keys up to here are trained on: squares and sums of x stay finite */
 
 /* ---- memory ---- */
 
@@ -41,7 +43,9 @@ void ekv_sketch_lay_out(ekv_index *index, ekv_arena *arena) {
     const size_t stretches = (size_t)ekv_index_stretches(index);
     index->sketches = ekv_take(arena, heads * (size_t)s->blocks, index->sketch_bytes);
     index->bases = ekv_take(arena, heads, sizeof *index->bases);
-    index->rows = ekv_take(arena, heads * EKV_SKETCH_AXES * padded, sizeof(float));
+    index->rows = ekv_take(arena, heads * (size_t)ekv_sketch_axes(s->k_dim) * (size_t)s->k_dim, sizeof *index->rows);
+    index->expanded = ekv_take(arena, heads * ekv_sketch_expanded(s->k_dim), sizeof(float));
+    index->fits = ekv_take(arena, heads, sizeof *index->fits);
     index->centers = ekv_take(arena, heads * stretches * padded, sizeof(float));
     index->centered = ekv_take(arena, stretches, 1);
     index->sketched = ekv_take(arena, (size_t)s->blocks, sizeof *index->sketched);
@@ -51,6 +55,8 @@ void ekv_sketch_lay_out(ekv_index *index, ekv_arena *arena) {
 void ekv_sketch_clear(ekv_index *index) {
     if (!index->codes) return;
     memset(index->bases, 0, (size_t)index->shape.kv_heads * sizeof *index->bases);
+    memset(index->fits, 0, (size_t)index->shape.kv_heads * sizeof *index->fits);
+    index->basis_loaded = false;
     memset(index->centered, 0, (size_t)ekv_index_stretches(index));
     memset(index->sketched, 0, (size_t)index->shape.blocks * sizeof *index->sketched);
 }
@@ -67,13 +73,14 @@ typedef struct trainer {
     double *axis;       /* [axes][dim] orthonormal */
     double *moved;      /* [axes][dim] */
     float *norms;       /* [TRAINING] */
+    double total, left; /* sums over the tokens: squares of x, and of what the codes leave */
 } trainer;
 
 static size_t trainer_lay_out(trainer *t, int32_t dim, char *base) {
     ekv_arena arena = {base, 0};
     const size_t d = (size_t)dim;
     t->dim = dim;
-    t->axes = dim < EKV_SKETCH_AXES ? dim : EKV_SKETCH_AXES;
+    t->axes = ekv_sketch_axes(dim);
     const size_t axes = (size_t)t->axes;
     t->x = ekv_take(&arena, TRAINING * d, sizeof(float));
     t->y = ekv_take(&arena, TRAINING * axes, sizeof(float));
@@ -168,10 +175,12 @@ static void find_axes(trainer *t) {
 }
 
 static void project(trainer *t) {
+    t->total = 0.0;
     for (int k = 0; k < TRAINING; k++) {
         const float *x = t->x + (size_t)k * (size_t)t->dim;
         t->length[k] = 0.0;
         for (int32_t d = 0; d < t->dim; d++) t->length[k] += (double)x[d] * (double)x[d];
+        t->total += t->length[k];
         for (int32_t a = 0; a < t->axes; a++) {
             const double *row = t->axis + (size_t)a * (size_t)t->dim;
             double sum = 0.0;
@@ -259,18 +268,38 @@ static void find_centroids(trainer *t, const int32_t axis[4], float centroid[16]
     }
 }
 
+/* Rounds a code's centroids to whole numbers of a unit, and puts those behind the codes before it. */
+static void round_centroids(ekv_basis *basis, int32_t code, float centroid[16][4]) {
+    float most = 0.0f;
+    for (int v = 0; v < 16; v++)
+        for (int j = 0; j < 4; j++) most = fabsf(centroid[v][j]) > most ? fabsf(centroid[v][j]) : most;
+    const float unit = most > 1e-30f ? most / 127.0f : 0.0f;
+    basis->start[code] = code ? (uint16_t)(basis->start[code - 1] + 16 * ekv_code_axes(basis, code - 1)) : 0;
+    basis->unit[code] = unit;
+    for (int j = 0; j < 4; j++)
+        for (int v = 0; v < 16; v++) {
+            if (basis->axis[code][j] < 0) continue;
+            const float steps = unit > 0.0f ? rintf(centroid[v][j] / unit) : 0.0f;
+            basis->number[basis->start[code] + 16 * j + v] = (int8_t)(steps > 127.0f ? 127.0f : steps < -127.0f ? -127.0f : steps);
+            centroid[v][j] = ekv_centroid(basis, code, j, v);
+        }
+}
+
 static void find_codes(trainer *t, ekv_basis *basis, int32_t codes) {
     int32_t used = 0;
     for (int32_t c = 0; c < codes; c++) {
-        int32_t *axis = basis->axis[c];
+        int32_t axis[4];
+        float centroid[16][4];
         choose_axes(t, axis);
-        find_centroids(t, axis, basis->centroid[c]);
+        find_centroids(t, axis, centroid);
+        for (int j = 0; j < 4; j++) basis->axis[c][j] = (int8_t)axis[j];
+        round_centroids(basis, c, centroid);
         for (int k = 0; k < TRAINING; k++) {
             float r[4];
             coordinate(t, k, axis, r);
-            const int v = nearest((const float(*)[4])basis->centroid[c], r);
+            const int v = nearest((const float(*)[4])centroid, r);
             for (int j = 0; j < 4; j++)
-                if (axis[j] >= 0) t->y[(size_t)k * (size_t)t->axes + (size_t)axis[j]] -= basis->centroid[c][v][j];
+                if (axis[j] >= 0) t->y[(size_t)k * (size_t)t->axes + (size_t)axis[j]] -= centroid[v][j];
         }
         for (int j = 0; j < 4; j++) used = axis[j] >= used ? axis[j] + 1 : used;
     }
@@ -290,6 +319,7 @@ static void find_levels(float *norms, float *level) {
 
 static void find_norms(trainer *t, ekv_basis *basis) {
     const int last = EKV_SKETCH_NORMS - 1;
+    t->left = 0.0;
     for (int b = 0; b < last; b++) basis->block_end[b] = basis->axes * (b + 1) / last;
     for (int b = 0; b <= last; b++) {
         for (int k = 0; k < TRAINING; k++) {
@@ -298,23 +328,10 @@ static void find_norms(trainer *t, ekv_basis *basis) {
             for (int32_t a = b == last ? basis->axes : b ? basis->block_end[b - 1] : 0; b < last && a < basis->block_end[b]; a++)
                 sum += (double)y[a] * (double)y[a];
             t->norms[k] = (float)sqrt(sum > 0.0 ? sum : 0.0);
+            t->left += sum > 0.0 ? sum : 0.0;
         }
         find_levels(t->norms, basis->level[b]);
     }
-}
-
-/* How far the stored rows are from orthonormal. */
-static float find_defect(const ekv_basis *basis) {
-    const size_t padded = ekv_padded(basis->dim);
-    double sum = 0.0;
-    for (int32_t i = 0; i < basis->axes; i++)
-        for (int32_t j = 0; j < basis->axes; j++) {
-            const float *a = basis->rows + (size_t)i * padded, *b = basis->rows + (size_t)j * padded;
-            double product = i == j ? -1.0 : 0.0;
-            for (int32_t d = 0; d < basis->dim; d++) product += (double)a[d] * (double)b[d];
-            sum += product * product;
-        }
-    return (float)(sqrt(sum) * 1.001 + 1e-12);
 }
 
 /* Squares of what the first `axes` coordinates do not see. */
@@ -330,21 +347,22 @@ static void rest_lengths(trainer *t, int32_t axes) {
     }
 }
 
-/* The basis, from t->x.  `rows` is where R goes. */
-static void find_basis(trainer *t, int32_t codes, float *rows, ekv_basis *basis) {
-    const size_t padded = ekv_padded(t->dim);
-    *basis = (ekv_basis){.dim = t->dim, .rows = rows};
+/* The basis, from t->x.  Its memory is in place.  False if its axes cannot be stored, which no keys are known to bring about. */
+static bool find_basis(trainer *t, const ekv_kernels *kernels, int32_t codes, ekv_basis *basis, ekv_fit *fit) {
     find_covariance(t);
     find_axes(t);
     project(t);
     find_codes(t, basis, codes);
     rest_lengths(t, basis->axes);
     find_norms(t, basis);
-    memset(rows, 0, EKV_SKETCH_AXES * padded * sizeof *rows);
-    for (int32_t a = 0; a < basis->axes; a++)
-        for (int32_t d = 0; d < t->dim; d++) rows[(size_t)a * padded + (size_t)d] = (float)t->axis[(size_t)a * (size_t)t->dim + (size_t)d];
-    basis->defect = find_defect(basis);
-    basis->codes = codes;
+    for (int32_t a = 0; a < basis->axes; a++) {
+        float row[EKV_MAX_DIM];
+        for (int32_t d = 0; d < t->dim; d++) row[d] = (float)t->axis[(size_t)a * (size_t)t->dim + (size_t)d];
+        ekv_store_row_args store = {row, t->dim, (uint16_t *)(uintptr_t)basis->rows + (size_t)a * (size_t)t->dim};
+        kernels->store_row[EKV_F16](&store);
+    }
+    *fit = (ekv_fit){.found = t->total > 0.0 ? sqrt(t->left / t->total) : 0.0};
+    return ekv_basis_complete(kernels, basis, codes);
 }
 
 /* ---- keeping the sketch current ---- */
@@ -357,6 +375,7 @@ typedef struct update {
     int64_t base; /* added to every block number */
     int64_t first_page, end_page, length;
     char *memory; /* trainers */
+    uint8_t *usable; /* [heads] */
     size_t trainer_bytes;
     int64_t stretch; /* whose centers are being found */
 } update;
@@ -381,51 +400,94 @@ static void mean_key(const update *u, int head, int64_t begin, int64_t end, floa
     for (int32_t d = 0; d < dim; d++) center[d] = (float)(sum[d] / (double)(end - begin));
 }
 
-static bool finite_keys(const trainer *t) {
-    for (size_t i = 0; i < TRAINING * (size_t)t->dim; i++)
-        if (!(fabsf(t->x[i]) < 1e18f)) return false; /* squares must stay finite too */
-    return true;
+/* The training tokens, evenly spread over the sequence. */
+static int64_t training_token(const update *u, int64_t k) { return k * u->length / TRAINING; }
+
+static void check_head(void *arg, int64_t head) {
+    const update *u = arg;
+    bool usable = true;
+    for (int64_t k = 0; k < TRAINING && usable; k++) {
+        float x[EKV_MAX_DIM];
+        ekv_load_row_args load = {key_at(u, training_token(u, k), (int)head), u->kv->k_dim, 1.0f, x};
+        u->kernels->load_row[u->kv->dtype](&load);
+        for (int32_t d = 0; d < u->kv->k_dim; d++) usable = usable && (double)fabsf(x[d]) < LARGEST;
+    }
+    u->usable[head] = usable;
 }
 
 static void train_head(void *arg, int64_t head) {
     const update *u = arg;
+    const int64_t stretch_tokens = u->index->stretch * u->kv->page_size;
     trainer t;
     trainer_lay_out(&t, u->kv->k_dim, u->memory + (size_t)head * u->trainer_bytes);
-    float *center = (float *)ekv_index_center(u->index, (int)head, 0);
-    mean_key(u, (int)head, 0, TRAINING, center);
     for (int64_t k = 0; k < TRAINING; k++) {
+        const int64_t token = training_token(u, k);
+        const float *center = ekv_index_center(u->index, (int)head, token / stretch_tokens);
         float x[EKV_MAX_DIM];
-        ekv_load_row_args load = {key_at(u, k, (int)head), t.dim, 1.0f, x};
+        ekv_load_row_args load = {key_at(u, token, (int)head), t.dim, 1.0f, x};
         u->kernels->load_row[u->kv->dtype](&load);
         for (int32_t d = 0; d < t.dim; d++) t.x[(size_t)k * (size_t)t.dim + (size_t)d] = x[d] - center[d];
     }
     ekv_basis *basis = &u->index->bases[head];
-    if (finite_keys(&t))
-        find_basis(&t, u->index->codes, u->index->rows + (size_t)head * EKV_SKETCH_AXES * ekv_padded(t.dim), basis);
-    else
-        basis->codes = 0;
-}
-
-/* Finds the basis of every head.  False if it cannot: no memory, or keys that are not finite; the next long sequence tries again. */
-static bool train(ekv_context *context, update *u) {
-    trainer measure;
-    u->trainer_bytes = trainer_lay_out(&measure, u->kv->k_dim, NULL);
-    const size_t bytes = u->trainer_bytes * (size_t)u->kv->kv_heads;
-    u->memory = ekv_allocate(&context->allocator, bytes);
-    if (!u->memory) return false;
-    ekv_parallel(context, u->kv->kv_heads, train_head, u);
-    ekv_release(&context->allocator, u->memory, bytes);
-    bool ok = true;
-    for (int32_t h = 0; h < u->kv->kv_heads; h++) ok = ok && u->index->bases[h].codes > 0;
-    for (int32_t h = 0; h < u->kv->kv_heads && !ok; h++) u->index->bases[h].codes = 0;
-    if (ok) u->index->centered[0] = 1;
-    return ok;
+    ekv_basis_attach(u->index, (int32_t)head, basis);
+    if (!find_basis(&t, u->kernels, u->index->codes, basis, &u->index->fits[head])) basis->codes = 0;
 }
 
 static void center_head(void *arg, int64_t head) {
     const update *u = arg;
-    const int64_t tokens = u->index->stretch * u->kv->page_size;
-    mean_key(u, (int)head, (u->stretch - 1) * tokens, u->stretch * tokens, (float *)ekv_index_center(u->index, (int)head, u->stretch));
+    const int64_t tokens = u->index->stretch * u->kv->page_size, before = u->stretch > 0 ? u->stretch - 1 : 0;
+    mean_key(u, (int)head, before * tokens, (before + 1) * tokens, (float *)ekv_index_center(u->index, (int)head, u->stretch));
+}
+
+/* The center of a stretch, unless it is known: the mean of the stretch before; of the first, its own. */
+static void find_center(ekv_context *context, update *u, int64_t stretch) {
+    if (u->index->centered[stretch]) return;
+    u->stretch = stretch;
+    ekv_parallel(context, u->kv->kv_heads, center_head, u);
+    u->index->centered[stretch] = 1;
+}
+
+/* Forgets all that the sketch knows and finds the basis of every head and the centers from the sequence's u->length >= TRAINING
+ * tokens.  On any other status than EKV_OK nothing has changed. */
+static ekv_status train(ekv_context *context, update *u) {
+    const int32_t heads = u->kv->kv_heads;
+    const int64_t stretch_tokens = u->index->stretch * u->kv->page_size;
+    trainer measure;
+    u->trainer_bytes = trainer_lay_out(&measure, u->kv->k_dim, NULL);
+    const size_t bytes = (u->trainer_bytes + 1) * (size_t)heads;
+    u->memory = ekv_allocate(&context->allocator, bytes);
+    if (!u->memory) return ekv_fail(context, EKV_ERROR_OUT_OF_MEMORY, "out of memory: %zu bytes to find a basis", bytes);
+    u->usable = (uint8_t *)u->memory + u->trainer_bytes * (size_t)heads;
+    ekv_parallel(context, heads, check_head, u);
+    int32_t wrong = 0;
+    while (wrong < heads && u->usable[wrong]) wrong++;
+    if (wrong == heads) {
+        ekv_sketch_clear(u->index);
+        for (int64_t s = 0; s * stretch_tokens < u->length; s++) find_center(context, u, s);
+        ekv_parallel(context, heads, train_head, u);
+    }
+    ekv_release(&context->allocator, u->memory, bytes);
+    if (wrong < heads)
+        return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "kv: a key of KV head %d is not finite, or above %g: no basis can be found",
+                        (int)wrong, LARGEST);
+    bool ok = true;
+    for (int32_t h = 0; h < heads; h++) ok = ok && u->index->bases[h].codes > 0;
+    if (ok) return EKV_OK;
+    ekv_sketch_clear(u->index);
+    return ekv_fail(context, EKV_ERROR_INTERNAL, "the axes of a basis could not be stored");
+}
+
+/* Counts the n tokens that were encoded last into the window, and closes it when it is full. */
+static void count_window(ekv_fit *fit, ekv_encode_args *a, int64_t window) {
+    fit->left += a->left;
+    fit->total += a->total;
+    fit->count += a->n;
+    a->left = a->total = 0.0;
+    if (fit->count < window) return;
+    fit->recent = fit->total > 0.0 ? sqrt(fit->left / fit->total) : 0.0;
+    fit->tokens = fit->count;
+    fit->left = fit->total = 0.0;
+    fit->count = 0;
 }
 
 /* One head: the slots of each page that are not sketched yet.  Raises the basis' last levels to what was encoded. */
@@ -433,18 +495,21 @@ static void encode_head(void *arg, int64_t head) {
     const update *u = arg;
     const ekv_kv *kv = u->kv;
     ekv_basis *basis = &u->index->bases[head];
+    ekv_fit *fit = &u->index->fits[head];
     ekv_encode_args a = {.basis = basis};
     for (int64_t page = u->first_page; page < u->end_page; page++) {
         const int64_t block = block_at(u, page);
-        const int slot = u->index->sketched[block], end = (int)ekv_min64(kv->page_size, u->length - page * kv->page_size);
-        const void *keys[EKV_MAX_PAGE_SIZE];
-        for (int t = slot; t < end; t++) keys[t - slot] = ekv_key(kv, block, t, (int)head);
+        const int end = (int)ekv_min64(kv->page_size, u->length - page * kv->page_size);
         a.center = ekv_index_center(u->index, (int)head, u->index->stretch_of[block]);
-        a.keys = keys;
-        a.slot = slot;
-        a.n = end - slot;
         a.page = (uint8_t *)ekv_index_sketch(u->index, (int)head, block);
-        u->kernels->encode[kv->dtype](&a);
+        for (a.slot = u->index->sketched[block]; a.slot < end; a.slot += a.n) {
+            const void *keys[EKV_MAX_PAGE_SIZE];
+            a.n = (int)ekv_min64(end - a.slot, EKV_SKETCH_WINDOW - fit->count); /* windows do not depend on the pace of updates */
+            for (int t = 0; t < a.n; t++) keys[t] = ekv_key(kv, block, a.slot + t, (int)head);
+            a.keys = keys;
+            u->kernels->encode[kv->dtype](&a);
+            count_window(fit, &a, EKV_SKETCH_WINDOW);
+        }
     }
     for (int b = 0; b < EKV_SKETCH_NORMS; b++) basis->level[b][15] = a.norms[b] > basis->level[b][15] ? a.norms[b] : basis->level[b][15];
     basis->largest = a.length > basis->largest ? a.length : basis->largest;
@@ -457,13 +522,28 @@ static void begin_pages(ekv_context *context, update *u, int64_t first) {
         const int64_t block = block_at(u, page), kept = ekv_max64(0, first - page * u->kv->page_size);
         if (index->sketched[block] > kept) index->sketched[block] = (uint16_t)kept;
         if (index->sketched[block] > 0) continue;
-        const int64_t stretch = page / index->stretch;
-        index->stretch_of[block] = (int32_t)stretch;
-        if (index->centered[stretch]) continue;
-        u->stretch = stretch;
-        ekv_parallel(context, u->kv->kv_heads, center_head, u);
-        index->centered[stretch] = 1;
+        index->stretch_of[block] = (int32_t)(page / index->stretch);
+        find_center(context, u, page / index->stretch);
     }
+}
+
+/* Sketches tokens [first, end of the pages). */
+static void sketch_pages(ekv_context *context, update *u, int64_t first) {
+    begin_pages(context, u, first);
+    ekv_parallel(context, u->kv->kv_heads, encode_head, u);
+    for (int64_t page = u->first_page; page < u->end_page; page++)
+        u->index->sketched[block_at(u, page)] = (uint16_t)ekv_min64(u->kv->page_size, u->length - page * u->kv->page_size);
+}
+
+void ekv_sketch_reads(const ekv_index *index, int64_t *first, int64_t *end, int64_t length) {
+    if (!index->codes) return;
+    if (!index->bases[0].codes && length >= TRAINING) {
+        *first = 0;
+        *end = length;
+        return;
+    }
+    const int64_t stretch_tokens = index->stretch * index->shape.page_size;
+    *first = ekv_max64(0, (*first / stretch_tokens - 1) * stretch_tokens);
 }
 
 void ekv_sketch_update(ekv_context *context, ekv_index *index, const ekv_kernels *kernels, const ekv_kv *kv, const int32_t *block_table,
@@ -472,13 +552,21 @@ void ekv_sketch_update(ekv_context *context, ekv_index *index, const ekv_kernels
     update u = {.kernels = kernels, .index = index, .kv = kv, .table = block_table, .base = base, .length = length};
     int64_t from = first;
     if (!index->bases[0].codes) {
-        if (length < TRAINING || !train(context, &u)) return;
+        /* Without a basis, since memory is short or a key not finite, nothing is sketched: the next update tries again. */
+        if (length < TRAINING || train(context, &u) != EKV_OK) return;
         from = 0; /* everything that this sequence has is sketched now */
     }
     u.first_page = from / kv->page_size;
     u.end_page = ekv_ceil_div(ekv_min64(first + count, length), kv->page_size);
-    begin_pages(context, &u, from);
-    ekv_parallel(context, kv->kv_heads, encode_head, &u);
-    for (int64_t page = u.first_page; page < u.end_page; page++)
-        index->sketched[block_at(&u, page)] = (uint16_t)ekv_min64(kv->page_size, length - page * kv->page_size);
+    sketch_pages(context, &u, from);
+}
+
+ekv_status ekv_sketch_find(ekv_context *context, ekv_index *index, const ekv_kernels *kernels, const ekv_kv *kv,
+                           const int32_t *block_table, int64_t length) {
+    update u = {.kernels = kernels, .index = index, .kv = kv, .table = block_table, .length = length};
+    const ekv_status status = train(context, &u);
+    if (status != EKV_OK) return status;
+    u.end_page = ekv_ceil_div(length, kv->page_size);
+    sketch_pages(context, &u, 0);
+    return EKV_OK;
 }

@@ -137,6 +137,10 @@ void ekv_certify_sketch(const ekv_step *step, ekv_item *item, int32_t span);
 #define EKV_CERTIFY_SPARE 512 /* floats behind row->weight, see `spare` */
 void ekv_certify_raise(const ekv_step *step, ekv_item *item, ekv_row *row, int round);
 void ekv_certify_round(const ekv_step *step, ekv_item *item, int32_t span, int round);
+/* For tests: the tables of all rows; the sums of all sketched tokens from them; whether the policy rules a token out at a cut. */
+void ekv_certify_tables(const ekv_step *step, ekv_item *item);
+void ekv_certify_sums(const ekv_step *step, ekv_item *item);
+bool ekv_certify_rules_out(const ekv_row *row, int32_t token, double cut);
 
 /* mass.c */
 void ekv_bound_mass(const ekv_step *step, const ekv_item *item, ekv_row *row, double skipped);

@@ -12,12 +12,21 @@
 
 #include "dispatch/step.h"
 
+/* A device, for those who ask what there is. */
+typedef struct ekv_cuda_gpu {
+    char name[256];
+    int major, minor, multiprocessors;
+    size_t bytes;
+} ekv_cuda_gpu;
+
 typedef enum ekv_cuda_query_kind { EKV_CUDA_BOUNDS = 1, EKV_CUDA_MOMENTS = 2, EKV_CUDA_SELECTION = 3 } ekv_cuda_query_kind;
 
 #if EKV_HAVE_CUDA
 
 /* Why the backend cannot run on this machine; NULL if it can.  The text is static. */
 const char *ekv_cuda_missing(void);
+/* Describes device i = 0, 1, ...; false past the last, or if there is no driver. */
+bool ekv_cuda_describe(int i, ekv_cuda_gpu *gpu);
 /* Makes and frees context->cuda; open allocates a little and may start the device. */
 ekv_status ekv_cuda_open(ekv_context *context, void *stream);
 void ekv_cuda_close(ekv_context *context);
@@ -55,6 +64,10 @@ ekv_status ekv_cuda_index_pages(ekv_context *context, ekv_index *index, const ek
 #else
 
 #  define EKV_NO_CUDA(context) ekv_fail(context, EKV_ERROR_UNSUPPORTED, "this build has no CUDA backend")
+static inline bool ekv_cuda_describe(int i, ekv_cuda_gpu *gpu) {
+    (void)i, (void)gpu;
+    return false;
+}
 static inline ekv_status ekv_cuda_open(ekv_context *context, void *stream) {
     (void)stream;
     return EKV_NO_CUDA(context);

@@ -76,6 +76,19 @@ const char *ekv_cuda_missing(void) {
     return major >= 8 ? NULL : "needs a GPU of compute capability 8.0 or newer";
 }
 
+bool ekv_cuda_describe(int i, ekv_cuda_gpu *gpu) {
+    struct cudaDeviceProp properties;
+    int count = 0;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || i >= count || cudaGetDeviceProperties(&properties, i) != cudaSuccess) {
+        (void)cudaGetLastError();
+        return false;
+    }
+    *gpu = (ekv_cuda_gpu){.major = properties.major, .minor = properties.minor, .multiprocessors = properties.multiProcessorCount,
+                          .bytes = properties.totalGlobalMem};
+    snprintf(gpu->name, sizeof gpu->name, "%s", properties.name);
+    return true;
+}
+
 ekv_status ekv_cuda_open(ekv_context *context, void *stream) {
     int device;
     CUDA_TRY(context, cudaGetDevice(&device), "cudaGetDevice");

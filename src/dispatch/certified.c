@@ -179,15 +179,17 @@ static double best_bias(const ekv_row *row, int64_t first, int64_t last) {
 
 /* The bound of a page's norm, in float.  The f32 score may exceed the exact one by (K + 8) u (|q| |k| + |bias|), K additions on a
  * product's way (see `bound`), u = 2^-24; the roundings here by less than 8 u of the same. */
-static void bound_by_norms(const ekv_step *step, const ekv_item *item, ekv_row *row) {
+void ekv_certify_bounds(const ekv_step *step, const ekv_item *item, ekv_row *row, int64_t page, int64_t end) {
     enum { PAGES = 256 };
+    if (!step->index || item->n < LEAST_TOKENS) return;
+    end = ekv_min64(end, row->pages);
     const ekv_index *index = step->index;
     const float slack = 1.0f + (float)(ekv_padded(step->kv.k_dim) / 32 + 5 + 24) * 0x1p-24f;
     const double exact = norm_of_query(step, row);
     const float norm = exact < 3e38 ? nextafterf((float)exact, INFINITY) : INFINITY;
     const int32_t page_size = step->kv.page_size;
-    for (int32_t at = 0; at < row->pages; at += PAGES) {
-        const int32_t n = row->pages - at < PAGES ? row->pages - at : PAGES;
+    for (int32_t at = (int32_t)page; at < end; at += PAGES) {
+        const int32_t n = (int32_t)ekv_min64(end - at, PAGES);
         float *bound = row->bound + at, largest[PAGES];
         for (int32_t i = 0; i < n; i++) {
             const int64_t block = ekv_block(item, at + i);
@@ -198,8 +200,8 @@ static void bound_by_norms(const ekv_step *step, const ekv_item *item, ekv_row *
         if (row->slope != 0.0f) {
             const float down = 2.0f - slack, up = slack;
             for (int32_t i = 0; i < n; i++) {
-                const int32_t page = at + i, last = (page + 1) * page_size <= row->n ? (page + 1) * page_size : row->n;
-                const float bias = row->slope * (float)((row->slope > 0.0f ? last - 1 : page * page_size) - row->q_token);
+                const int32_t here = at + i, last = (here + 1) * page_size <= row->n ? (here + 1) * page_size : row->n;
+                const float bias = row->slope * (float)((row->slope > 0.0f ? last - 1 : here * page_size) - row->q_token);
                 bound[i] = bound[i] + bias * (bias > 0.0f ? up : down);
             }
         }
@@ -573,7 +575,6 @@ void ekv_certify_begin(const ekv_step *step, ekv_item *item) {
     memset(item->needed, NEEDED, (size_t)item->pages);
     for (int64_t i = 0; i < (int64_t)item->rows * item->spans; i++) item->part[i] = (ekv_part){.z_max = -INFINITY};
     if (step->index && item->n >= LEAST_TOKENS) {
-        for (int32_t r = 0; r < item->rows; r++) bound_by_norms(step, item, &item->row[r]);
         if (step->index->norms) item->bytes_statistics += item->pages * (int64_t)sizeof(float);
         read_first(step, item);
         choose_levels(step, item);

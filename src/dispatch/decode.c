@@ -41,7 +41,6 @@ static void place_item(const ekv_step *step, ekv_item *item, ekv_arena *arena) {
     item->row = ekv_take(arena, rows, sizeof *item->row);
     item->part = ekv_take(arena, rows * (size_t)item->spans, sizeof *item->part);
     item->values = ekv_take(arena, rows * (size_t)item->spans * ekv_padded(step->kv.v_dim), sizeof(float));
-    item->count = ekv_take(arena, step->moments ? 4 * pages : 0, sizeof(float));
     item->read = ekv_take(arena, step->certified ? (size_t)item->n / 64 + 1 : 0, sizeof(uint64_t));
     item->needed = ekv_take(arena, step->certified ? pages : 0, 1);
     if (!step->certified) item->needed = NULL;
@@ -59,6 +58,7 @@ static void place_item(const ekv_step *step, ekv_item *item, ekv_arena *arena) {
         row.start = ekv_take(arena, stretches, sizeof *row.start);
         row.mean = ekv_take(arena, step->moments ? pages : 0, sizeof(float));
         row.deviation = ekv_take(arena, step->moments ? pages : 0, sizeof(float));
+        row.count = ekv_take(arena, step->moments ? 4 * pages : 0, sizeof(float));
         row.list_z = ekv_take(arena, list, sizeof(float));
         row.list_token = ekv_take(arena, list, sizeof(int32_t));
         row.weight = ekv_take(arena, list + (step->certified ? EKV_CERTIFY_SPARE : 0), sizeof(float));
@@ -101,7 +101,15 @@ static void prepare_row(const ekv_step *step, ekv_item *item, int32_t r) {
 
 static void prepare(const ekv_step *step, ekv_item *item) {
     for (int32_t r = 0; r < item->rows; r++) prepare_row(step, item, r);
-    ekv_select(step, item);
+}
+
+static bool has_statistics(const ekv_step *step) { return step->bounds || step->moments || step->certified; }
+
+/* Everything that comes before keys, one after another. */
+static void select_pages(const ekv_step *step, ekv_item *item) {
+    for (int32_t span = 0; span < item->spans && has_statistics(step); span++) ekv_statistics(step, item, span);
+    for (int32_t r = 0; r < item->rows; r++) ekv_select_row(step, item, &item->row[r]);
+    ekv_select_item(step, item);
 }
 
 /* ---- scratch memory ---- */
@@ -232,6 +240,25 @@ static void stage_prepare(void *arg, int64_t i) {
     prepare(r->step, &r->items[r->begin + i]);
 }
 
+static void stage_statistics(void *arg, int64_t i) {
+    const run *r = arg;
+    int64_t span;
+    ekv_item *item = item_of(r, r->first_span, i + r->first_span[r->begin], &span);
+    ekv_statistics(r->step, item, (int32_t)span);
+}
+
+static void stage_select_row(void *arg, int64_t i) {
+    const run *r = arg;
+    int64_t row;
+    ekv_item *item = item_of(r, r->first_row, i + r->first_row[r->begin], &row);
+    ekv_select_row(r->step, item, &item->row[row]);
+}
+
+static void stage_select_item(void *arg, int64_t i) {
+    const run *r = arg;
+    ekv_select_item(r->step, &r->items[r->begin + i]);
+}
+
 static void stage_sketch(void *arg, int64_t i) {
     const run *r = arg;
     int64_t span;
@@ -287,6 +314,7 @@ static void whole_item(void *arg, int64_t i) {
     ekv_item item = r->items[i];
     place_item(r->step, &item, &arena);
     prepare(r->step, &item);
+    select_pages(r->step, &item);
     if (r->step->certified) {
         for (int32_t span = 0; span < item.spans; span++) ekv_certify_sketch(r->step, &item, span);
         for (int round = 0; round < EKV_CERTIFY_ROUNDS; round++) {
@@ -346,6 +374,9 @@ static void run_stages(ekv_context *context, run *r) {
     const int64_t items = r->end - r->begin, spans = r->first_span[r->end] - r->first_span[r->begin],
                   rows = r->first_row[r->end] - r->first_row[r->begin];
     ekv_parallel(context, items, stage_prepare, r);
+    if (has_statistics(r->step)) ekv_parallel(context, spans, stage_statistics, r);
+    if (r->step->sparse) ekv_parallel(context, rows, stage_select_row, r);
+    ekv_parallel(context, items, stage_select_item, r);
     if (r->step->certified) {
         ekv_parallel(context, spans, stage_sketch, r);
         for (r->round = 0; r->round < EKV_CERTIFY_ROUNDS; r->round++) {
@@ -429,14 +460,14 @@ static void query_row(const query *q, ekv_item *item, ekv_row *row) {
     const int64_t at = ((int64_t)row->token * step->p.q_heads + row->head) * q->stride;
     const double unit = row->softmax ? 1.0 : 1.0 / (row->alpha - 1.0); /* z units to scores */
     if (q->bounds) {
-        ekv_page_bounds_of(step, item, row);
+        ekv_page_bounds_of(step, item, row, 0, row->pages);
         for (int32_t p = 0; p < row->pages; p++) { /* the slack of `bound` leaves room for this rounding */
             const double bound = (double)row->bound[p] * unit;
             q->bounds[at + p] = nextafterf((float)bound, INFINITY);
         }
     }
     if (q->mean) {
-        ekv_page_moments_of(step, item, row);
+        ekv_page_moments_of(step, item, row, 0, row->pages);
         for (int32_t p = 0; p < row->pages; p++) q->mean[at + p] = (float)((double)row->mean[p] * unit);
         for (int32_t p = 0; p < row->pages; p++) q->deviation[at + p] = (float)((double)row->deviation[p] * unit);
     }
@@ -447,7 +478,7 @@ static void query_item(void *arg, int64_t i) {
     const query *q = arg;
     ekv_item *item = &q->run.items[q->run.begin + i];
     for (int32_t r = 0; r < item->rows; r++) prepare_row(q->run.step, item, r);
-    if (q->selected) ekv_select(q->run.step, item);
+    if (q->selected) select_pages(q->run.step, item);
     for (int32_t r = 0; r < item->rows; r++) query_row(q, item, &item->row[r]);
 }
 

@@ -32,9 +32,9 @@ static void page_ends(const ekv_step *step, const ekv_row *row, int64_t page, in
     }
 }
 
-void ekv_page_bounds_of(const ekv_step *step, ekv_item *item, ekv_row *row) {
-    for (int64_t page = 0; page < row->pages; page += PAGE_BATCH) {
-        const int n = (int)ekv_min64(PAGE_BATCH, row->pages - page);
+void ekv_page_bounds_of(const ekv_step *step, const ekv_item *item, ekv_row *row, int64_t page, int64_t end) {
+    for (end = ekv_min64(end, row->pages); page < end; page += PAGE_BATCH) {
+        const int n = (int)ekv_min64(PAGE_BATCH, end - page);
         const void *boxes[PAGE_BATCH];
         int32_t first[PAGE_BATCH], last[PAGE_BATCH];
         for (int i = 0; i < n; i++) boxes[i] = ekv_index_box(step->index, item->head, ekv_block(item, page + i));
@@ -57,9 +57,9 @@ float ekv_page_bound_of(const ekv_step *step, const ekv_item *item, const ekv_ro
     return bound;
 }
 
-void ekv_page_moments_of(const ekv_step *step, ekv_item *item, ekv_row *row) {
-    for (int64_t page = 0; page < row->pages; page += PAGE_BATCH) {
-        const int n = (int)ekv_min64(PAGE_BATCH, row->pages - page);
+void ekv_page_moments_of(const ekv_step *step, const ekv_item *item, ekv_row *row, int64_t page, int64_t end) {
+    for (end = ekv_min64(end, row->pages); page < end; page += PAGE_BATCH) {
+        const int n = (int)ekv_min64(PAGE_BATCH, end - page);
         const void *moments[PAGE_BATCH];
         int32_t first[PAGE_BATCH], last[PAGE_BATCH];
         for (int i = 0; i < n; i++) moments[i] = ekv_index_moments(step->index, item->head, ekv_block(item, page + i));
@@ -247,16 +247,16 @@ static double estimate_tau(const ekv_step *step, mixture *m, double beta) {
 }
 
 /* Mean and variance of all scores: the pages' variances plus the variance of their means. */
-static void global_normal(const ekv_item *item, const ekv_row *row, double *mean, double *deviation) {
+static void global_normal(const ekv_row *row, double *mean, double *deviation) {
     double total = 0.0, sum = 0.0, spread = 0.0;
     for (int32_t p = 0; p < row->pages; p++) {
-        total += (double)item->count[p];
-        sum += (double)item->count[p] * (double)row->mean[p];
+        total += (double)row->count[p];
+        sum += (double)row->count[p] * (double)row->mean[p];
     }
     *mean = sum / total;
     for (int32_t p = 0; p < row->pages; p++) {
         const double c = (double)row->mean[p] - *mean, s = (double)row->deviation[p];
-        spread += (double)item->count[p] * (s * s + c * c);
+        spread += (double)row->count[p] * (s * s + c * c);
     }
     *deviation = sqrt(spread / total);
 }
@@ -276,24 +276,24 @@ static double margin_below(const ekv_step *step, const ekv_row *row, double tau,
     return a > b ? a : b;
 }
 
-static void select_gaussian(const ekv_step *step, ekv_item *item, ekv_row *row) {
+static void select_gaussian(const ekv_step *step, ekv_row *row) {
     if (!all_finite(row)) { /* an unknown or infinite page: no estimate, so read everything */
         memset(row->selected, 1, (size_t)row->pages);
         return;
     }
-    for (int32_t p = 0; p < row->pages; p++) item->count[p] = (float)ekv_page_tokens(step, row->n, p);
+    for (int32_t p = 0; p < row->pages; p++) row->count[p] = (float)ekv_page_tokens(step, row->n, p);
     double mean, deviation;
-    global_normal(item, row, &mean, &deviation);
+    global_normal(row, &mean, &deviation);
     float one_mean = (float)mean, one_deviation = (float)deviation, one_count = (float)row->n;
     const bool single = step->p.gaussian_model == EKV_GAUSSIAN_SINGLE ||
                         (step->p.gaussian_model == EKV_GAUSSIAN_AUTO && row->slope == 0.0f);
     mixture m = {&one_mean, &one_deviation, &one_count, 1};
     if (!single) { /* a copy, which estimate_tau shortens as it goes */
         const size_t bytes = (size_t)row->pages * sizeof(float);
-        m = (mixture){item->count + item->pages, item->count + 2 * (int64_t)item->pages, item->count + 3 * (int64_t)item->pages, row->pages};
+        m = (mixture){row->count + row->pages, row->count + 2 * (int64_t)row->pages, row->count + 3 * (int64_t)row->pages, row->pages};
         memcpy(m.mean, row->mean, bytes);
         memcpy(m.deviation, row->deviation, bytes);
-        memcpy(m.count, item->count, bytes);
+        memcpy(m.count, row->count, bytes);
     }
     const double tau = estimate_tau(step, &m, 1.0 / (row->alpha - 1.0));
     const double cut = tau - margin_below(step, row, tau, deviation);
@@ -332,23 +332,30 @@ static void count_reads(const ekv_step *step, ekv_item *item) {
     }
 }
 
-void ekv_select(const ekv_step *step, ekv_item *item) {
+void ekv_statistics(const ekv_step *step, ekv_item *item, int32_t span) {
+    const int64_t page = ekv_ceil_div((int64_t)span * EKV_SPAN, step->kv.page_size),
+                  end = ekv_ceil_div(((int64_t)span + 1) * EKV_SPAN, step->kv.page_size);
     for (int32_t r = 0; r < item->rows; r++) {
-        ekv_row *row = &item->row[r];
-        if (row->pages == 0) continue;
-        if (step->bounds) ekv_page_bounds_of(step, item, row);
-        if (step->moments) ekv_page_moments_of(step, item, row);
-        if (!step->sparse || step->certified) continue;
-        if (step->p.policy == EKV_POLICY_PAGES) {
-            select_mask(step, row);
-            continue;
-        }
-        select_forced(step, item, row);
-        if (step->p.policy == EKV_POLICY_TOPK)
-            select_topk(step, row);
-        else
-            select_gaussian(step, item, row);
+        if (step->bounds) ekv_page_bounds_of(step, item, &item->row[r], page, end);
+        if (step->moments) ekv_page_moments_of(step, item, &item->row[r], page, end);
+        if (step->certified) ekv_certify_bounds(step, item, &item->row[r], page, end);
     }
+}
+
+void ekv_select_row(const ekv_step *step, const ekv_item *item, ekv_row *row) {
+    if (!step->sparse || row->pages == 0) return;
+    if (step->p.policy == EKV_POLICY_PAGES) {
+        select_mask(step, row);
+        return;
+    }
+    select_forced(step, item, row);
+    if (step->p.policy == EKV_POLICY_TOPK)
+        select_topk(step, row);
+    else
+        select_gaussian(step, row);
+}
+
+void ekv_select_item(const ekv_step *step, ekv_item *item) {
     if (step->certified) {
         ekv_certify_begin(step, item);
         return;

@@ -3,7 +3,9 @@
  *
  * An item is one KV head of one sequence with up to EKV_ITEM_ROWS rows (query token, query head of the group): what shares reads.
  * Its stages, each a loop of independent tasks:
- *      prepare   per item          queries to float, page selection
+ *      prepare   per item          queries to float
+ *      statistics per item, span   bounds or moments of pages, for the policies that use them
+ *      select    per row; per item page selection; what it reads
  *      scan      per item, span    scores; candidate lists (entmax) or running sums (softmax)
  *      finish    per row           tau, support, weights, E
  *      values    per item, span    weighted sums of the support's values
@@ -65,6 +67,7 @@ typedef struct ekv_row {
     float *bound;          /* [pages] z units, or NULL */
     uint32_t *order;       /* [pages] topk */
     float *mean, *deviation;
+    float *count;          /* gaussian: [4][pages] tokens per page, and a mixture's mean, deviation and count */
     /* certified */
     float cut;             /* no token with z <= cut is in the support; -infinity for other policies */
     ekv_table *table;
@@ -99,7 +102,6 @@ typedef struct ekv_item {
     ekv_row *row;             /* [rows] */
     ekv_part *part;           /* [rows][spans] */
     float *values;            /* [rows][spans][v_dim rounded up to 32] */
-    float *count;             /* gaussian: [4][pages] tokens per page, and a mixture's mean, deviation and count */
     uint64_t *seen;           /* [n / 64 + 1] union of supports, for the report's bytes */
     uint64_t *read;           /* certified: [n / 64 + 1] a bit for each token whose key was read */
     uint8_t *needed;          /* certified: [pages] what norms and boxes left */
@@ -117,9 +119,11 @@ static inline int32_t ekv_page_tokens(const ekv_step *step, int32_t n, int64_t p
 }
 
 /* select.c */
-void ekv_page_bounds_of(const ekv_step *step, ekv_item *item, ekv_row *row);
-void ekv_page_moments_of(const ekv_step *step, ekv_item *item, ekv_row *row);
-void ekv_select(const ekv_step *step, ekv_item *item);
+void ekv_page_bounds_of(const ekv_step *step, const ekv_item *item, ekv_row *row, int64_t page, int64_t end);
+void ekv_page_moments_of(const ekv_step *step, const ekv_item *item, ekv_row *row, int64_t page, int64_t end);
+void ekv_statistics(const ekv_step *step, ekv_item *item, int32_t span);
+void ekv_select_row(const ekv_step *step, const ekv_item *item, ekv_row *row);
+void ekv_select_item(const ekv_step *step, ekv_item *item);
 float ekv_page_bound_of(const ekv_step *step, const ekv_item *item, const ekv_row *row, int64_t page); /* from its box */
 /* The quantile function of the standard normal distribution, 0 < p < 1. */
 double ekv_normal_quantile(double p);
@@ -131,6 +135,7 @@ void ekv_values(const ekv_step *step, ekv_item *item, int32_t span);
 void ekv_output(const ekv_step *step, ekv_item *item);
 
 /* certified.c */
+void ekv_certify_bounds(const ekv_step *step, const ekv_item *item, ekv_row *row, int64_t page, int64_t end);
 void ekv_certify_begin(const ekv_step *step, ekv_item *item);
 void ekv_certify_sketch(const ekv_step *step, ekv_item *item, int32_t span);
 #define EKV_CERTIFY_ROUNDS 3

@@ -4,6 +4,7 @@
  * SPDX-License-Identifier: Apache-2.0
  */
 #include "command.h"
+#include "cuda/cuda.h"
 
 #include "entmaxkv/kernels.h"
 
@@ -161,6 +162,22 @@ static void add_topology(cJSON *json) { (void)json; }
 #endif
 
 /* All of it.  *message is why no context could be created, or empty. */
+static void add_gpus(cJSON *json) {
+    cJSON *gpus = cJSON_AddArrayToObject(json, "gpus");
+    ekv_cuda_gpu gpu;
+    for (int i = 0; ekv_cuda_describe(i, &gpu); i++) {
+        char capability[32];
+        cJSON *entry = cJSON_CreateObject();
+        snprintf(capability, sizeof capability, "%d.%d", gpu.major, gpu.minor);
+        cJSON_AddNumberToObject(entry, "device", i);
+        cJSON_AddStringToObject(entry, "name", gpu.name);
+        cJSON_AddStringToObject(entry, "compute_capability", capability);
+        cJSON_AddNumberToObject(entry, "multiprocessors", gpu.multiprocessors);
+        cJSON_AddNumberToObject(entry, "bytes", (double)gpu.bytes);
+        cJSON_AddItemToArray(gpus, entry);
+    }
+}
+
 static cJSON *collect(char *message, size_t size) {
     char version[32];
     ekv_context *context = NULL;
@@ -183,7 +200,7 @@ static cJSON *collect(char *message, size_t size) {
         cJSON_AddStringToObject(json, "error", message);
     }
     add_topology(json);
-    cJSON_AddItemToObject(json, "gpus", cJSON_CreateArray()); /* the CUDA backend will fill them in */
+    add_gpus(json);
     return json;
 }
 
@@ -241,7 +258,15 @@ static void print_text(const cJSON *json) {
         print_bytes(number_of(item, "bytes"));
         putchar('\n');
     }
-    puts("GPUs: none");
+    const cJSON *gpus = cJSON_GetObjectItemCaseSensitive(json, "gpus");
+    const bool cuda = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(build, "cuda"));
+    if (cJSON_GetArraySize(gpus) == 0) puts(cuda ? "GPUs: none" : "GPUs: not looked for, since this build has no CUDA");
+    cJSON_ArrayForEach(item, gpus) {
+        printf("GPU %.0f: %s, compute capability %s, %.0f multiprocessors, ", number_of(item, "device"), text_of(item, "name"),
+               text_of(item, "compute_capability"), number_of(item, "multiprocessors"));
+        print_bytes(number_of(item, "bytes"));
+        putchar('\n');
+    }
 }
 
 int command_info(int argc, char **argv) {

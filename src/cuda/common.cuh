@@ -44,6 +44,16 @@ inline cudaError_t start(void (*kernel)(const ekv_cuda_step), const ekv_cuda_ste
     return cudaLaunchKernelEx(&config, kernel, s);
 }
 
+/* Launches a kernel that waits for all before it. */
+template <typename... P, typename... A>
+cudaError_t start_plain(void (*kernel)(P...), long long blocks, unsigned threads, void *stream, const A &...args) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)blocks);
+    config.blockDim = dim3(threads);
+    config.stream = (cudaStream_t)stream;
+    return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
 /* ---- items and rows ---- */
 
 struct item_info {
@@ -152,9 +162,13 @@ __device__ __forceinline__ void store_any(void *base, long long i, int dtype, fl
 
 /* 16 bytes that are read once: past the first-level cache. */
 __device__ __forceinline__ uint4 load_stream(const void *p) {
+#ifdef __CUDA_ARCH__
     uint4 v;
     asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
+#else
+    return *(const uint4 *)p;
+#endif
 }
 
 __device__ __forceinline__ void unpack(uint32_t w, __half, float &a, float &b) {
@@ -321,6 +335,54 @@ template <int THREADS> struct block_reduce {
         return before + sum - x;
     }
 };
+
+/* ---- thresholds ---- */
+
+/* What a candidate must exceed; always below the floor, however coarse floats are there: z_max is one. */
+__device__ __forceinline__ float threshold_of(float floor) {
+    const float below = __double2float_rd((double)floor - LIST_MARGIN);
+    return below < floor ? below : nextafterf(floor, -CUDART_INF_F);
+}
+
+/* ---- summaries of pages ---- */
+
+/* Sums up the 32 pages from p0 for one row: ekv_cuda_group.  By one warp. */
+template <bool BOUNDS>
+__device__ __forceinline__ void summarize(const ekv_cuda_step &s, const row_info &row, long long slot, int p0) {
+    const int lane = threadIdx.x & 31, page = p0 + lane, pages = (row.n + s.page_size - 1) >> s.page_shift;
+    if (p0 >= pages) return;
+    const bool there = page < pages;
+    const long long at = slot * s.max_pages + page;
+    const float a = there ? s.page_a[at] : 0.0f;
+    ekv_cuda_group sums = {0.0, 0.0, 0.0, -CUDART_INF_F, -CUDART_INF_F, 0};
+    if (BOUNDS) {
+        const bool out = there && (a != a || (s.policy != EKV_POLICY_CERTIFIED && forced(s, row.n, pages, page)));
+        sums.best = warp_max(there && !out ? a : -CUDART_INF_F);
+        sums.forced = __popc(__ballot_sync(ALL_LANES, out));
+    } else {
+        const float b = there ? s.page_b[at] : 0.0f;
+        const bool bad = !(fabsf(a) < CUDART_INF_F) || !(b < CUDART_INF_F);
+        const double m = (double)a, d = (double)b, count = there ? (double)page_tokens(s, row.n, page) : 0.0;
+        sums.sum = warp_sum(count * m);
+        sums.squares = warp_sum(count * (d * d + m * m));
+        sums.typical = warp_sum(page + 1 < pages ? m + 1.5 * d : 0.0);
+        sums.best = warp_max(there ? a : -CUDART_INF_F);
+        sums.reach = warp_max(there ? a + 40.0f * b + 1.0f : -CUDART_INF_F);
+        sums.forced = __popc(__ballot_sync(ALL_LANES, bad));
+    }
+    if (lane == 0) s.group_of_pages[slot * s.groups + p0 / EKV_CUDA_GROUP] = sums;
+}
+
+/* ---- certified ---- */
+
+/* Whether the boxes of the pages that norms leave are worth their bytes: what the rows' samples say together. */
+__device__ __forceinline__ bool boxes_pay(const ekv_cuda_step &s, long long local_item) {
+    constexpr float PAYS = 1.25f; /* bytes of keys that must be saved for each byte of a box */
+    const float keys = (float)s.page_size * (float)s.k_dim * (s.dtype == EKV_F32 ? 4.0f : 2.0f);
+    float share = 0.0f;
+    for (int r = 0; r < s.rows; r++) share += s.cut[local_item * s.rows + r].share;
+    return keys * (1.0f - share) > PAYS * (float)s.box_bytes;
+}
 
 /* ---- the list of pages that an item reads ---- */
 

@@ -12,12 +12,21 @@
 
 #include "dispatch/step.h"
 
+/* A device, for those who ask what there is. */
+typedef struct ekv_cuda_gpu {
+    char name[256];
+    int major, minor, multiprocessors;
+    size_t bytes;
+} ekv_cuda_gpu;
+
 typedef enum ekv_cuda_query_kind { EKV_CUDA_BOUNDS = 1, EKV_CUDA_MOMENTS = 2, EKV_CUDA_SELECTION = 3 } ekv_cuda_query_kind;
 
 #if EKV_HAVE_CUDA
 
 /* Why the backend cannot run on this machine; NULL if it can.  The text is static. */
 const char *ekv_cuda_missing(void);
+/* Describes device i = 0, 1, ...; false past the last, or if there is no driver. */
+bool ekv_cuda_describe(int i, ekv_cuda_gpu *gpu);
 /* Makes and frees context->cuda; open allocates a little and may start the device. */
 ekv_status ekv_cuda_open(ekv_context *context, void *stream);
 void ekv_cuda_close(ekv_context *context);
@@ -35,8 +44,11 @@ ekv_status ekv_cuda_query(ekv_context *context, const ekv_step *step, ekv_cuda_q
 /* Device memory of an index (waits for the device): allocate unless it is the caller's, forget all pages; release. */
 ekv_status ekv_cuda_index_create(ekv_context *context, void **memory, size_t bytes, bool owned, size_t counts_at,
                                  size_t counts_bytes);
-void ekv_cuda_index_release(int device, void *memory);
 int ekv_cuda_device(const ekv_context *context);
+/* Device memory, and copies between any two memories; both wait for the device. */
+ekv_status ekv_cuda_allocate(ekv_context *context, size_t bytes, void **memory);
+void ekv_cuda_release(int device, void *memory); /* NULL is allowed */
+ekv_status ekv_cuda_copy(ekv_context *context, void *to, const void *from, size_t bytes);
 /* Statistics of the pages that hold the last count tokens of each sequence.  counts_start [batch + 1] as q_start, or NULL:
  * max_count each.  lengths NULL: one sequence, tokens [first, first + max_count) of `length`. */
 typedef struct ekv_cuda_pages {
@@ -52,6 +64,10 @@ ekv_status ekv_cuda_index_pages(ekv_context *context, ekv_index *index, const ek
 #else
 
 #  define EKV_NO_CUDA(context) ekv_fail(context, EKV_ERROR_UNSUPPORTED, "this build has no CUDA backend")
+static inline bool ekv_cuda_describe(int i, ekv_cuda_gpu *gpu) {
+    (void)i, (void)gpu;
+    return false;
+}
 static inline ekv_status ekv_cuda_open(ekv_context *context, void *stream) {
     (void)stream;
     return EKV_NO_CUDA(context);
@@ -83,10 +99,18 @@ static inline ekv_status ekv_cuda_index_create(ekv_context *context, void **memo
     (void)memory, (void)bytes, (void)owned, (void)counts_at, (void)counts_bytes;
     return EKV_NO_CUDA(context);
 }
-static inline void ekv_cuda_index_release(int device, void *memory) { (void)device, (void)memory; }
 static inline int ekv_cuda_device(const ekv_context *context) {
     (void)context;
     return -1;
+}
+static inline ekv_status ekv_cuda_allocate(ekv_context *context, size_t bytes, void **memory) {
+    (void)bytes, (void)memory;
+    return EKV_NO_CUDA(context);
+}
+static inline void ekv_cuda_release(int device, void *memory) { (void)device, (void)memory; }
+static inline ekv_status ekv_cuda_copy(ekv_context *context, void *to, const void *from, size_t bytes) {
+    (void)to, (void)from, (void)bytes;
+    return EKV_NO_CUDA(context);
 }
 typedef struct ekv_cuda_pages {
     const ekv_kv *kv;

@@ -656,6 +656,18 @@ __device__ __forceinline__ bool reads(const ekv_cuda_step &s, long long local_it
            (s.read_mask[at + low] >> r & 1u);
 }
 
+/* The largest norm of a value among the first n tokens; infinity if a page is unknown. */
+__device__ double largest_value_norm(const ekv_cuda_step &s, const item_info &it, int n, block_reduce<MASS_THREADS> *reduce,
+                                     int &turn) {
+    double norm = 0.0;
+    for (int page = threadIdx.x; page << s.page_shift < n; page += MASS_THREADS) {
+        const int block = block_of(s, it, page);
+        const bool known = block >= 0 && s.counts[block] >= page_tokens(s, n, page);
+        norm = fmax(norm, known ? (double)s.norms[(it.head * s.index_blocks + block) * 2 + 1] : CUDART_INF);
+    }
+    return reduce->max1(norm, turn);
+}
+
 /* The bound E on the mass of the unread pages, and whether they are proven to hold nothing (src/dispatch/mass.c); not tuned. */
 __global__ void __launch_bounds__(MASS_THREADS) bound_mass(const ekv_cuda_step s) {
     __shared__ block_reduce<MASS_THREADS> s_reduce;
@@ -729,13 +741,7 @@ __global__ void __launch_bounds__(MASS_THREADS) bound_mass(const ekv_cuda_step s
         }
     }
     mass = fmin(mass * (1.0 + 1e-9), 1.0) + (mass != mass ? CUDART_NAN : 0.0);
-    double norm = 0.0;
-    for (int page = threadIdx.x; s.norms && page < pages; page += MASS_THREADS) {
-        const int block = block_of(s, it, page);
-        const bool known = block >= 0 && s.counts[block] >= page_tokens(s, row.n, page);
-        norm = fmax(norm, known ? (double)s.norms[(it.head * s.index_blocks + block) * 2 + 1] : CUDART_INF);
-    }
-    norm = s_reduce.max1(norm, turn);
+    const double norm = s.norms ? largest_value_norm(s, it, row.n, &s_reduce, turn) : 0.0;
     if (threadIdx.x == 0) {
         s.result[slot].mass = mass;
         if (s.norms) s.result[slot].error = 2.0 * norm * mass;
@@ -790,6 +796,16 @@ __global__ void __launch_bounds__(MASS_THREADS) write_report(const ekv_cuda_step
         union_pages = s_reduce.sum_u64(union_pages, turn);
         union_tokens = s_reduce.sum_u64(union_tokens, turn);
     }
+    unsigned long long boxes_read = 0;
+    double norm = 0.0; /* certified with max_mass: the largest value norm */
+    for (int c = threadIdx.x; s.levels && c < s.chunks; c += MASS_THREADS) boxes_read += s.boxes_read[local_item * s.chunks + c];
+    boxes_read = s_reduce.sum_u64(boxes_read, turn);
+    if (s.levels && s.max_mass > 0.0 && s.norms) norm = largest_value_norm(s, it, it.n, &s_reduce, turn);
+    long long probed = 0, sampled = 0;
+    for (int r = 0; s.levels && r < it.rows; r++) {
+        probed += s.cut[local_item * s.rows + r].probed;
+        sampled += s.cut[local_item * s.rows + r].sampled;
+    }
     for (int r = 0; r < it.rows; r++) {
         const row_info row = describe_row(s, it, r);
         const long long slot = local_item * s.rows + r;
@@ -815,6 +831,12 @@ __global__ void __launch_bounds__(MASS_THREADS) write_report(const ekv_cuda_step
         out.tokens = (int64_t)tokens;
         out.pages = (int64_t)pages;
         out.certified = whole || result.mass == 0.0;
+        if (s.levels) {
+            const double skipped = s.cut[slot].skipped;
+            out.mass_bound = skipped;
+            out.error_bound = skipped == 0.0 ? 0.0 : s.norms ? 2.0 * norm * skipped : CUDART_NAN;
+            out.certified = skipped == 0.0;
+        }
         if (r == 0) {
             const long long unread_pages = it.pages - (long long)union_pages;
             const long long boxes = !s.certify ? 0 : s.policy == EKV_POLICY_TOPK ? it.pages : unread_pages;
@@ -822,7 +844,10 @@ __global__ void __launch_bounds__(MASS_THREADS) write_report(const ekv_cuda_step
             out.total_pages = it.pages;
             out.bytes_statistics = boxes * s.box_bytes + (s.policy == EKV_POLICY_GAUSSIAN ? it.pages * s.moments_bytes : 0) +
                                    (s.report_mass && s.norms && boxes > 0 ? it.pages * 8 : 0);
-            out.bytes_keys = (int64_t)union_tokens * s.k_dim * element;
+            if (s.levels)
+                out.bytes_statistics =
+                    (s.levels & EKV_CUDA_NORMS ? it.pages * 8 : 0) + ((long long)boxes_read + sampled) * s.box_bytes;
+            out.bytes_keys = ((int64_t)union_tokens + probed) * s.k_dim * element;
             out.bytes_values = (int64_t)(any_softmax ? union_tokens : union_support) * s.v_dim * element;
             out.bytes_dense = (int64_t)it.n * (s.k_dim + s.v_dim) * element;
         }

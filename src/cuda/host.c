@@ -5,6 +5,7 @@
  *
  * Launches of a step, in order, each depending on the one before (docs/gpu.md says why there are that many):
  *      heads     only with per-head alpha, scale or slopes: their values travel in the launch
+ *      norms, probe, pages, probe   certified: bounds by norms, then by the boxes of what is left; after each a lower bound of tau
  *      pages     topk: box bounds; gaussian: moments, of every page
  *      cut       topk, gaussian: the threshold of each row
  *      compact   sparse policies: the pages that some row of an item reads
@@ -75,6 +76,19 @@ const char *ekv_cuda_missing(void) {
     return major >= 8 ? NULL : "needs a GPU of compute capability 8.0 or newer";
 }
 
+bool ekv_cuda_describe(int i, ekv_cuda_gpu *gpu) {
+    struct cudaDeviceProp properties;
+    int count = 0;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || i >= count || cudaGetDeviceProperties(&properties, i) != cudaSuccess) {
+        (void)cudaGetLastError();
+        return false;
+    }
+    *gpu = (ekv_cuda_gpu){.major = properties.major, .minor = properties.minor, .multiprocessors = properties.multiProcessorCount,
+                          .bytes = properties.totalGlobalMem};
+    snprintf(gpu->name, sizeof gpu->name, "%s", properties.name);
+    return true;
+}
+
 ekv_status ekv_cuda_open(ekv_context *context, void *stream) {
     int device;
     CUDA_TRY(context, cudaGetDevice(&device), "cudaGetDevice");
@@ -116,7 +130,6 @@ ekv_status ekv_cuda_check(ekv_context *context, ekv_step *step) {
   if (!(condition)) return ekv_fail(context, EKV_ERROR_UNSUPPORTED, __VA_ARGS__)
 #define VALID(condition, ...)                                                                                                  \
   if (!(condition)) return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, __VA_ARGS__)
-    SUPPORTED(p->policy != EKV_POLICY_CERTIFIED, "policy is certified, which the cuda backend does not serve");
     SUPPORTED(kv->page_size >= 8 && (kv->page_size & (kv->page_size - 1)) == 0,
               "kv->page_size is %d: the cuda backend takes powers of two from 8", (int)kv->page_size);
     if (p->max_length == 0) p->max_length = p->block_table_stride * kv->page_size;
@@ -142,7 +155,7 @@ ekv_status ekv_cuda_check(ekv_context *context, ekv_step *step) {
 
 typedef struct cut {
     int64_t items, round_items;
-    bool softmax, entmax, heads;
+    bool softmax, entmax, heads, sparse;
     size_t bytes;
 } cut;
 
@@ -168,7 +181,7 @@ static int32_t rows_of(const ekv_step *step, const cut *u) {
 static void lay_out(ekv_cuda_step *s, const cut *u, const ekv_step *step, ekv_arena *arena) {
     const size_t items = (size_t)s->round_items, slots = items * (size_t)s->rows, list = u->entmax ? (size_t)s->list_stride : 0;
     const size_t splits = (size_t)s->splits, soft = u->softmax ? splits : 0, pages = (size_t)s->max_pages;
-    const bool stats = step->bounds || step->moments || s->query_kind;
+    const bool stats = step->bounds || step->moments || s->query_kind || s->levels;
     s->heads = ekv_take(arena, u->heads ? (size_t)s->q_heads : 0, sizeof *s->heads);
     s->list_z = ekv_take(arena, slots * list, sizeof(float));
     s->list_token = ekv_take(arena, slots * list, sizeof(int32_t));
@@ -185,7 +198,8 @@ static void lay_out(ekv_cuda_step *s, const cut *u, const ekv_step *step, ekv_ar
     s->page_b = ekv_take(arena, stats ? slots * pages : 0, sizeof(float));
     s->group_of_pages = ekv_take(arena, stats ? slots * (size_t)s->groups : 0, sizeof *s->group_of_pages);
     s->cut = ekv_take(arena, slots, sizeof *s->cut);
-    const size_t reads = step->sparse ? items * (size_t)s->chunks : 0;
+    s->boxes_read = ekv_take(arena, s->levels ? items * (size_t)s->chunks : 0, sizeof(int32_t));
+    const size_t reads = u->sparse ? items * (size_t)s->chunks : 0;
     s->read_page = ekv_take(arena, reads * (size_t)s->chunk_pages, sizeof(int32_t));
     s->read_mask = ekv_take(arena, reads * (size_t)s->chunk_pages, sizeof(uint32_t));
     s->read_count = ekv_take(arena, reads, sizeof(int32_t));
@@ -193,8 +207,8 @@ static void lay_out(ekv_cuda_step *s, const cut *u, const ekv_step *step, ekv_ar
     s->row_pages = ekv_take(arena, reads * (size_t)s->rows, sizeof(int32_t));
     s->row_tokens = ekv_take(arena, reads * (size_t)s->rows, sizeof(int32_t));
     if (!u->heads) s->heads = NULL;
-    if (!step->sparse) s->read_page = NULL;
-    if (step->p.policy != EKV_POLICY_TOPK && step->p.policy != EKV_POLICY_GAUSSIAN) s->cut = NULL;
+    if (!u->sparse) s->read_page = NULL;
+    if (s->policy != EKV_POLICY_TOPK && s->policy != EKV_POLICY_GAUSSIAN && !s->levels) s->cut = NULL;
 }
 
 /* Blocks per item.  One wave where there are few items; with many, the fewest that leave little of the last wave empty. */
@@ -249,6 +263,13 @@ static void describe(const ekv_context *context, const ekv_step *step, ekv_cuda_
         s->index_blocks = index->shape.blocks;
         s->box_bytes = (int64_t)index->box_bytes, s->moments_bytes = (int64_t)index->moments_bytes;
     }
+    if (p->policy == EKV_POLICY_CERTIFIED) { /* without bounds, or for few tokens, that is full */
+        const uint32_t have = index && p->max_length > EKV_CUDA_LEAST_TOKENS ? index->shape.statistics : 0;
+        s->levels = (have & EKV_STATISTICS_NORMS ? EKV_CUDA_NORMS : 0) | (have & EKV_STATISTICS_BOX ? EKV_CUDA_BOXES : 0);
+        s->policy = s->levels ? EKV_POLICY_CERTIFIED : EKV_POLICY_FULL;
+        s->max_mass = p->max_mass;
+    }
+    u->sparse = step->sparse || s->levels;
     s->report = p->report;
     s->overlap = state_of(context)->major >= 9;
     s->report_mass = p->report && p->report_mass && step->sparse;
@@ -382,7 +403,25 @@ static double zeta_of(ekv_cuda *c, double quantile, int32_t n) {
     return c->zeta;
 }
 
+/* Bounds from one level, and the probe of the pages with the best of them. */
+static ekv_status launch_level(ekv_context *context, const ekv_cuda_step *step, int level, void *stream) {
+    ekv_cuda_step s = *step;
+    s.pass = level;
+    if (level == EKV_CUDA_BOXES) LAUNCH(launch_scan(&s, s.dtype, EKV_CUDA_PAGE_BOUNDS, stream), "page bounds");
+    LAUNCH(launch_scan(&s, s.dtype, EKV_CUDA_PROBE, stream), "probe");
+    return EKV_OK;
+}
+
+static ekv_status launch_certified(ekv_context *context, const ekv_cuda_step *s, void *stream) {
+    ekv_status status = EKV_OK;
+    LAUNCH(ekv_cuda_launch_norms(s, stream), "norms"); /* zeroes the counts of boxes as well */
+    if (s->levels & EKV_CUDA_NORMS) status = launch_level(context, s, EKV_CUDA_NORMS, stream);
+    if (status == EKV_OK && s->levels & EKV_CUDA_BOXES) status = launch_level(context, s, EKV_CUDA_BOXES, stream);
+    return status;
+}
+
 static ekv_status launch_selection(ekv_context *context, const ekv_cuda_step *s, void *stream) {
+    if (s->levels) return launch_certified(context, s, stream);
     if (s->policy == EKV_POLICY_TOPK) LAUNCH(launch_scan(s, s->dtype, EKV_CUDA_PAGE_BOUNDS, stream), "page bounds");
     if (s->policy == EKV_POLICY_GAUSSIAN)
         LAUNCH(launch_scan(s, ekv_moments_dtype((ekv_dtype)s->dtype), EKV_CUDA_PAGE_MOMENTS, stream), "page moments");
@@ -471,6 +510,31 @@ ekv_status ekv_cuda_query(ekv_context *context, const ekv_step *step, ekv_cuda_q
     return run(context, step, &s, &u);
 }
 
+/* ---- memory ---- */
+
+ekv_status ekv_cuda_allocate(ekv_context *context, size_t bytes, void **memory) {
+    int previous;
+    const int device = state_of(context)->device;
+    ekv_status status = enter_device(context, device, &previous);
+    if (status != EKV_OK) return status;
+    const cudaError_t error = cudaMalloc(memory, bytes ? bytes : 1);
+    if (error != cudaSuccess) status = fail_cuda(context, error, "cudaMalloc");
+    leave_device(device, previous);
+    return status;
+}
+
+ekv_status ekv_cuda_copy(ekv_context *context, void *to, const void *from, size_t bytes) {
+    ekv_cuda *c = state_of(context);
+    int previous;
+    ekv_status status = enter_device(context, c->device, &previous);
+    if (status != EKV_OK) return status;
+    cudaError_t error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, c->stream);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(c->stream);
+    if (error != cudaSuccess) status = fail_cuda(context, error, "cudaMemcpy");
+    leave_device(c->device, previous);
+    return status;
+}
+
 /* ---- the index ---- */
 
 static ekv_status create_memory(ekv_context *context, void **memory, size_t bytes, bool owned, size_t counts_at,
@@ -495,7 +559,7 @@ ekv_status ekv_cuda_index_create(ekv_context *context, void **memory, size_t byt
     return status;
 }
 
-void ekv_cuda_index_release(int device, void *memory) {
+void ekv_cuda_release(int device, void *memory) {
     int previous;
     if (!memory || enter_device(NULL, device, &previous) != EKV_OK) return;
     if (cudaFree(memory) != cudaSuccess) (void)cudaGetLastError();

@@ -60,7 +60,7 @@ template <typename T> __device__ void build_norm(const T *rows, long long stride
             sum += x * x;
         }
         sum = warp_sum(sum);
-        if (!(sum <= largest)) largest = sum; /* a NaN is taken, and stays: nothing is <= it */
+        if (largest == largest && !(sum <= largest)) largest = sum; /* a NaN is taken, and stays */
     }
     const double norm = sqrt(largest) * (1.0 + 0x1p-22) + 0x1p-140;
     if ((threadIdx.x & 31) == 0) *out = norm <= 3.4028234663852886e38 ? (float)norm : CUDART_INF_F;
@@ -121,16 +121,12 @@ unsigned blocks_of(const ekv_cuda_build &b) {
 } // namespace
 
 extern "C" int ekv_cuda_launch_build(const ekv_cuda_build *b, void *stream) {
-    if (b->dtype == EKV_F32)
-        build_pages<float><<<blocks_of(*b), BUILD_THREADS, 0, (cudaStream_t)stream>>>(*b);
-    else if (b->dtype == EKV_F16)
-        build_pages<__half><<<blocks_of(*b), BUILD_THREADS, 0, (cudaStream_t)stream>>>(*b);
-    else
-        build_pages<__nv_bfloat16><<<blocks_of(*b), BUILD_THREADS, 0, (cudaStream_t)stream>>>(*b);
-    return (int)cudaGetLastError();
+    void (*const kernel)(const ekv_cuda_build) = b->dtype == EKV_F32   ? build_pages<float>
+                                                 : b->dtype == EKV_F16 ? build_pages<__half>
+                                                                       : build_pages<__nv_bfloat16>;
+    return (int)start_plain(kernel, blocks_of(*b), BUILD_THREADS, stream, *b);
 }
 
 extern "C" int ekv_cuda_launch_forget(const ekv_cuda_build *b, void *stream) {
-    forget_pages<<<blocks_of(*b), BUILD_THREADS, 0, (cudaStream_t)stream>>>(*b);
-    return (int)cudaGetLastError();
+    return (int)start_plain(forget_pages, blocks_of(*b), BUILD_THREADS, stream, *b);
 }

@@ -2,7 +2,8 @@
  * Which pages a row reads, from the page bounds or moments that typed.cuh left in page_a and page_b.  The rules are those of
  * src/dispatch/select.c; every comparison is written so that a NaN reads the page.
  *
- *   cut       per row: the k-th largest bound (topk), or tau^ less its margin (gaussian)
+ *   norms     certified, per item and chunk of pages: bounds of the scores in pages, from norms alone
+ *   cut       per row: the k-th largest bound (topk), or tau^ less its margin (gaussian); certified: `probe` in typed.cuh
  *   compact   per item and chunk of pages: the pages that some row reads, in order, with the rows that read them
  *
  * SPDX-License-Identifier: Apache-2.0
@@ -12,6 +13,14 @@
 namespace {
 
 constexpr int CUT_THREADS = 512, COMPACT_THREADS = 256;
+
+__device__ __forceinline__ ekv_cuda_cut cut_at(double cut, uint32_t order, int tie) {
+    ekv_cuda_cut c = {};
+    c.cut = cut;
+    c.order = order;
+    c.tie = tie;
+    return c;
+}
 
 /* ---- topk ---- */
 
@@ -96,11 +105,11 @@ __device__ void cut_topk(const ekv_cuda_step &s, const row_info &row, const floa
     reduce->prefix(out_of_choice, total, turn);
     int k = (int)min((long long)s.budget_pages, (long long)pages) - total, equal;
     if (k <= 0) { /* nothing but the forced pages */
-        if (threadIdx.x == 0) *out = {0.0, 0xffffffffu, -1};
+        if (threadIdx.x == 0) *out = cut_at(0.0, 0xffffffffu, -1);
         return;
     }
     if (pages - total <= k) {
-        if (threadIdx.x == 0) *out = {0.0, 0u, 0x7fffffff};
+        if (threadIdx.x == 0) *out = cut_at(0.0, 0u, 0x7fffffff);
         return;
     }
     uint32_t least = 1;
@@ -131,7 +140,7 @@ __device__ void cut_topk(const ekv_cuda_step &s, const row_info &row, const floa
     else
         cut = kth_largest(value, pages, k, equal, w, reduce, turn);
     if (equal == k) {
-        if (threadIdx.x == 0) *out = {0.0, cut, 0x7fffffff};
+        if (threadIdx.x == 0) *out = cut_at(0.0, cut, 0x7fffffff);
         return;
     }
     /* The k-th page of that order: thread t counts its own run of pages. */
@@ -143,7 +152,7 @@ __device__ void cut_topk(const ekv_cuda_step &s, const row_info &row, const floa
     if (before < k && k <= before + here) {
         int left = k - before, page = begin;
         while (value(page) != cut || --left > 0) page++;
-        *out = {0.0, cut, page};
+        *out = cut_at(0.0, cut, page);
     }
 }
 
@@ -363,7 +372,7 @@ __device__ void cut_gaussian(const ekv_cuda_step &s, const row_info &row, const 
     best = reduce->max1(best, turn);
     reach = reduce->max1(reach, turn);
     if (bad > 0.0) { /* an unknown or infinite page: no estimate, so read everything */
-        if (threadIdx.x == 0) *out = {-CUDART_INF, 0u, 0};
+        if (threadIdx.x == 0) *out = cut_at(-CUDART_INF, 0u, 0);
         return;
     }
     const double n = (double)row.n, one_mean = sum / n, variance = squares / n - one_mean * one_mean; /* of floats, in double */
@@ -381,7 +390,7 @@ __device__ void cut_gaussian(const ekv_cuda_step &s, const row_info &row, const 
     const double tau = estimate_tau(s, m, 1.0 / (row.alpha - 1.0), best, reach, reduce, turn);
     const double above = pages > 1 ? tau - typical / (double)(pages - 1) : 0.0;
     const double margin = fmax(s.margin_sigma * one_deviation, s.margin_fraction * fmax(above, 0.0));
-    if (threadIdx.x == 0) *out = {tau - margin, 0u, 0};
+    if (threadIdx.x == 0) *out = cut_at(tau - margin, 0u, 0);
 }
 
 __global__ void __launch_bounds__(CUT_THREADS) cut_rows(const ekv_cuda_step s) {
@@ -401,6 +410,53 @@ __global__ void __launch_bounds__(CUT_THREADS) cut_rows(const ekv_cuda_step s) {
         cut_gaussian(s, row, a, s.page_b + slot * s.max_pages, group, pages, s.cut + slot, &s_reduce);
 }
 
+/* ---- certified: bounds by norms ---- */
+
+/* For each row |q| times the largest key norm of each page, ALiBi at the page's best token, and slack: above the exact scores and the
+ * scan's, z units; NaN for an unknown page or a norm that is not finite.  The scan's order of additions gives an error of
+ * at most (8 CH + 5) <= 37 u |q| |k| before the bias is added (bound_slack in common.cuh). */
+__global__ void __launch_bounds__(COMPACT_THREADS) norm_bounds(const ekv_cuda_step s) {
+    __shared__ row_info s_row[EKV_CUDA_MAX_ROWS];
+    __shared__ double s_norm[EKV_CUDA_MAX_ROWS];
+    static_assert(COMPACT_THREADS / 32 >= EKV_CUDA_MAX_ROWS, "a warp for each row");
+    begin_kernel();
+    const long long local_item = blockIdx.x / (unsigned)s.chunks;
+    const int chunk = (int)(blockIdx.x % (unsigned)s.chunks), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const item_info it = describe_item(s, s.first_item + local_item);
+    if (threadIdx.x == 0) s.boxes_read[local_item * s.chunks + chunk] = 0;
+    const int end = min(it.pages, (chunk + 1) * s.chunk_pages);
+    if (!(s.levels & EKV_CUDA_NORMS) || chunk * s.chunk_pages >= end) return;
+    if (warp < it.rows) {
+        const row_info row = describe_row(s, it, warp);
+        double squares = 0.0;
+        for (int d = lane; d < s.k_dim; d += 32) {
+            const float x = load_any(s.q, row.token * s.q_token_stride + row.head * s.q_head_stride + d, s.q_dtype) * row.factor;
+            squares += (double)x * (double)x;
+        }
+        squares = warp_sum(squares);
+        if (lane == 0) s_row[warp] = row, s_norm[warp] = sqrt(squares) * (1.0 + 1e-12);
+    }
+    __syncthreads();
+    for (int p0 = chunk * s.chunk_pages + warp * 32; p0 < end; p0 += COMPACT_THREADS) {
+        const int page = p0 + lane, block = page < end ? block_of(s, it, page) : -1;
+        const int count = block >= 0 ? s.counts[block] : 0;
+        const double norm = count > 0 ? (double)s.norms[(it.head * s.index_blocks + block) * 2] : 0.0;
+        for (int r = 0; r < it.rows; r++) {
+            const row_info &row = s_row[r];
+            const int first = page << s.page_shift;
+            if (page >= end || first >= row.n) continue;
+            const int tokens = page_tokens(s, row.n, page);
+            const double bias =
+                (double)row.slope * (double)((row.slope > 0.0f ? first + tokens - 1 : first) - row.q_token);
+            const double dot = s_norm[r] * norm, bound = dot + bias + 64.0 * 0x1p-24 * (dot + fabs(bias)) + 0x1p-120;
+            s.page_a[(local_item * s.rows + r) * s.max_pages + page] =
+                count >= tokens && bound < 3e38 ? __double2float_ru(bound) : CUDART_NAN_F;
+        }
+        __syncwarp();
+        for (int r = 0; r < it.rows; r++) summarize<true>(s, s_row[r], local_item * s.rows + r, p0);
+    }
+}
+
 /* ---- compaction ---- */
 
 __device__ __forceinline__ bool selected(const ekv_cuda_step &s, const row_info &row, long long slot, int pages, int page,
@@ -409,9 +465,13 @@ __device__ __forceinline__ bool selected(const ekv_cuda_step &s, const row_info 
     if (s.policy == EKV_POLICY_FULL) return true;
     if (s.policy == EKV_POLICY_PAGES)
         return s.page_mask[((long long)row.token * s.q_heads + row.head) * s.page_mask_stride + page] != 0;
-    if (forced(s, row.n, pages, page)) return true;
+    if (s.policy != EKV_POLICY_CERTIFIED && forced(s, row.n, pages, page)) return true;
     const float a = s.page_a[slot * s.max_pages + page];
     if (a != a) return true;
+    if (s.policy == EKV_POLICY_CERTIFIED) { /* the second comparison is that of relax_cut */
+        const double above = (double)a - cut.cut;
+        return !(above <= 0.0 || above < cut.relax);
+    }
     if (s.policy == EKV_POLICY_TOPK) {
         const uint32_t order = order_of(a);
         return order > cut.order || (order == cut.order && page <= cut.tie);
@@ -490,7 +550,7 @@ __global__ void __launch_bounds__(COMPACT_THREADS) write_query(const ekv_cuda_st
         const int pages = (row.n + s.page_size - 1) >> s.page_shift;
         const long long slot = local_item * s.rows + r, at = ((long long)row.token * s.q_heads + row.head) * s.query_stride;
         const double unit = row.softmax ? 1.0 : 1.0 / (row.alpha - 1.0);
-        ekv_cuda_cut cut = {0.0, 0u, 0};
+        ekv_cuda_cut cut = {};
         if (s.cut && row.n > 0) cut = s.cut[slot];
         for (int page = begin + threadIdx.x; page < min(end, pages); page += COMPACT_THREADS) {
             if (s.query_kind == EKV_CUDA_QUERY_SELECTION) {
@@ -519,6 +579,10 @@ __global__ void copy_heads(ekv_cuda_head *to, const head_block from, int n) {
 
 } // namespace
 
+extern "C" int ekv_cuda_launch_norms(const ekv_cuda_step *s, void *stream) {
+    return (int)start(norm_bounds, *s, s->round_items * s->chunks, COMPACT_THREADS, stream);
+}
+
 extern "C" int ekv_cuda_launch_cut(const ekv_cuda_step *s, void *stream) {
     return (int)start(cut_rows, *s, s->round_items * s->rows, CUT_THREADS, stream);
 }
@@ -537,8 +601,7 @@ extern "C" int ekv_cuda_launch_heads(ekv_cuda_head *to, const ekv_cuda_head *fro
         head_block block;
         const int32_t count = n - first < EKV_CUDA_HEADS_PER_LAUNCH ? n - first : EKV_CUDA_HEADS_PER_LAUNCH;
         for (int32_t i = 0; i < EKV_CUDA_HEADS_PER_LAUNCH; i++) block.head[i] = from[first + (i < count ? i : 0)];
-        copy_heads<<<1, EKV_CUDA_HEADS_PER_LAUNCH, 0, (cudaStream_t)stream>>>(to + first, block, count);
-        const cudaError_t error = cudaGetLastError();
+        const cudaError_t error = start_plain(copy_heads, 1, EKV_CUDA_HEADS_PER_LAUNCH, stream, to + first, block, count);
         if (error != cudaSuccess) return (int)error;
     }
     return 0;

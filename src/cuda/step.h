@@ -28,6 +28,7 @@ extern "C" {
 #define EKV_CUDA_MAX_SPLITS    256  /* blocks of an item */
 #define EKV_CUDA_MAX_CHUNKS    256  /* chunks of pages of an item in selection */
 #define EKV_CUDA_SUPER         1024 /* ranks of the support whose values are one partial sum */
+#define EKV_CUDA_LEAST_TOKENS  1024 /* certified: up to so many tokens are all read */
 #define EKV_CUDA_SOFTMAX_BELOW (1.0 + 1e-7)
 
 typedef struct ekv_cuda_head {
@@ -35,11 +36,16 @@ typedef struct ekv_cuda_head {
     float scale, slope;
 } ekv_cuda_head;
 
-/* What selection found for a row: a page is read if its value is above `cut`, or equal and its index at most `tie`. */
+/* What selection found for a row.  topk: a page is read if the order of its bound is above `order`, or equal and its index at most
+ * `tie`.  gaussian: if its value is above `cut`.  certified: if its bound is above `cut`, and by `relax` at least. */
 typedef struct ekv_cuda_cut {
-    double cut;     /* gaussian */
-    uint32_t order; /* topk: the order of the k-th largest bound */
+    double cut;     /* certified: no token that scores this or less is in the support */
+    uint32_t order; /* of the k-th largest bound */
     int32_t tie;
+    /* certified */
+    double relax, skipped; /* max_mass: the mass of what is skipped though its bound is above the cut is at most `skipped` */
+    float share;           /* of a sample of pages: those that boxes would not rule out */
+    int32_t probed, sampled; /* keys scored by probes, boxes of the sample */
 } ekv_cuda_cut;
 
 /* What page_scores says about 32 pages of a row (those that the row sees).
@@ -108,10 +114,13 @@ typedef struct ekv_cuda_step {
     uint32_t *ticket;               /* [slots] blocks of the values kernel that are done; zeroed by finish */
     float *soft_max, *soft_values;  /* [slots][splits], [slots][splits][v_dim] */
     double *soft_sum;               /* [slots][splits] */
-    float *page_a, *page_b;         /* [slots][max_pages] bounds, or means and deviations, z units; NaN: unknown page */
+    float *page_a, *page_b;         /* [slots][max_pages] bounds, or means and deviations, z units; NaN: there is none */
     ekv_cuda_group *group_of_pages; /* [slots][groups] */
     int64_t groups;
     ekv_cuda_cut *cut;    /* [slots] */
+    int32_t levels, pass; /* certified: EKV_CUDA_NORMS, EKV_CUDA_BOXES; the level whose bounds are there */
+    double max_mass;
+    int32_t *boxes_read;  /* certified: [items][chunks] */
     int32_t *read_page;   /* [items][chunks * chunk_pages] the pages that some row reads, per chunk in order; NULL: all */
     uint32_t *read_mask;  /* which rows read it */
     int32_t *read_count;  /* [items][chunks] */
@@ -143,7 +152,8 @@ typedef struct ekv_cuda_build {
 } ekv_cuda_build;
 
 enum { EKV_CUDA_QUERY_NONE, EKV_CUDA_QUERY_BOUNDS, EKV_CUDA_QUERY_MOMENTS, EKV_CUDA_QUERY_SELECTION };
-enum { EKV_CUDA_SCAN_ENTMAX, EKV_CUDA_SCAN_SOFTMAX, EKV_CUDA_PAGE_BOUNDS, EKV_CUDA_PAGE_MOMENTS };
+enum { EKV_CUDA_SCAN_ENTMAX, EKV_CUDA_SCAN_SOFTMAX, EKV_CUDA_PAGE_BOUNDS, EKV_CUDA_PAGE_MOMENTS, EKV_CUDA_PROBE };
+enum { EKV_CUDA_NORMS = 1, EKV_CUDA_BOXES = 2 };
 
 /* All launchers enqueue on `stream` (a cudaStream_t) and return a cudaError_t as int. */
 int ekv_cuda_launch_scan_f32(const ekv_cuda_step *s, int kind, void *stream);
@@ -154,6 +164,7 @@ int ekv_cuda_launch_values(const ekv_cuda_step *s, void *stream);
 int ekv_cuda_launch_combine(const ekv_cuda_step *s, void *stream);
 int ekv_cuda_launch_mass(const ekv_cuda_step *s, void *stream);
 int ekv_cuda_launch_report(const ekv_cuda_step *s, void *stream);
+int ekv_cuda_launch_norms(const ekv_cuda_step *s, void *stream);
 int ekv_cuda_launch_cut(const ekv_cuda_step *s, void *stream);
 int ekv_cuda_launch_compact(const ekv_cuda_step *s, void *stream);
 int ekv_cuda_launch_query(const ekv_cuda_step *s, void *stream);

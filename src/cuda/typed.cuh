@@ -11,6 +11,7 @@
 #ifndef EKV_CUDA_TYPED_CUH
 #define EKV_CUDA_TYPED_CUH
 
+#include "cuda/certified.cuh"
 #include "cuda/common.cuh"
 
 namespace {
@@ -107,8 +108,6 @@ struct warp_list {
     float z_max, floor; /* largest finite z; a lower bound of tau: tau of any part of the tokens is one */
     int count, spilled; /* entries in shared memory; entries in the segment */
 };
-
-__device__ __forceinline__ float threshold_of(float floor) { return __double2float_rd((double)floor - LIST_MARGIN); }
 
 /* Raises the lower bound by Newton steps on the norm (sum t^m)^(1/m) = 1, m a whole number >= beta, from the left: the iterates
  * never pass the root, which lies below tau (src/cpu/entmax.h, tau_lower). */
@@ -217,7 +216,10 @@ __global__ void __launch_bounds__(THREADS, (scan_shape<T, LPK, CH, R>::BLOCKS)) 
     const int split = (int)(blockIdx.x % (unsigned)s.splits);
     const long long local_item = blockIdx.x / (unsigned)s.splits;
     const item_info it = describe_item(s, s.first_item + local_item);
-    if (threadIdx.x < R) s_floor[threadIdx.x] = order_of(-CUDART_INF_F);
+    if (threadIdx.x < R) {
+        const float proven = s.levels ? (float)s.cut[local_item * R + threadIdx.x].cut : -CUDART_INF_F;
+        s_floor[threadIdx.x] = order_of(proven); /* every warp starts from what the probes found */
+    }
     if (lane < R) s_list[warp][lane] = {-CUDART_INF_F, -CUDART_INF_F, 0, 0};
     load_rows<shape::DIM, R>(s, it, s_row, s_q);
     const int total = load_chunk_prefix(s, it, local_item, s_prefix);
@@ -439,35 +441,8 @@ __device__ __forceinline__ float bound_slack(int steps, float size, float bias) 
     return (2.0f * (float)steps + 16.0f) * 0x1p-24f * size + 0x1p-20f * fabsf(bias) + 0x1p-120f;
 }
 
-/* Sums up the 32 pages from p0 for one row: ekv_cuda_group.  By one warp. */
-template <bool BOUNDS>
-__device__ __forceinline__ void summarize(const ekv_cuda_step &s, const row_info &row, long long slot, int p0) {
-    const int lane = threadIdx.x & 31, page = p0 + lane, pages = (row.n + s.page_size - 1) >> s.page_shift;
-    if (p0 >= pages) return;
-    const bool there = page < pages;
-    const long long at = slot * s.max_pages + page;
-    const float a = there ? s.page_a[at] : 0.0f;
-    ekv_cuda_group sums = {0.0, 0.0, 0.0, -CUDART_INF_F, -CUDART_INF_F, 0};
-    if (BOUNDS) {
-        const bool out = there && (a != a || forced(s, row.n, pages, page));
-        sums.best = warp_max(there && !out ? a : -CUDART_INF_F);
-        sums.forced = __popc(__ballot_sync(ALL_LANES, out));
-    } else {
-        const float b = there ? s.page_b[at] : 0.0f;
-        const bool bad = !(fabsf(a) < CUDART_INF_F) || !(b < CUDART_INF_F);
-        const double m = (double)a, d = (double)b, count = there ? (double)page_tokens(s, row.n, page) : 0.0;
-        sums.sum = warp_sum(count * m);
-        sums.squares = warp_sum(count * (d * d + m * m));
-        sums.typical = warp_sum(page + 1 < pages ? m + 1.5 * d : 0.0);
-        sums.best = warp_max(there ? a : -CUDART_INF_F);
-        sums.reach = warp_max(there ? a + 40.0f * b + 1.0f : -CUDART_INF_F);
-        sums.forced = __popc(__ballot_sync(ALL_LANES, bad));
-    }
-    if (lane == 0) s.group_of_pages[slot * s.groups + p0 / EKV_CUDA_GROUP] = sums;
-}
-
-/* BOUNDS: an upper bound of the scores in each page, else their mean and deviation; z units, to page_a and page_b; NaN for an
- * unknown page (a bound that is NaN for another reason is +infinity).  A block takes chunk_pages pages of an item. */
+/* BOUNDS: an upper bound of the scores in each page, NaN where there is none (an unknown page, a key that is not finite); else their
+ * mean and deviation, NaN for an unknown page.  z units, to page_a and page_b.  A block takes chunk_pages pages of an item. */
 template <typename T, int LPK, int CH, int R, bool VEC, bool BOUNDS>
 __global__ void __launch_bounds__(THREADS, (R >= 4 || CH > 1 ? 2 : 3)) page_scores(const ekv_cuda_step s) {
     constexpr int U = R >= 8 || sizeof(T) == 4 ? 2 : 4, DIM = LPK * CH * 8, TILE = 32 / LPK * U;
@@ -480,6 +455,9 @@ __global__ void __launch_bounds__(THREADS, (R >= 4 || CH > 1 ? 2 : 3)) page_scor
     const item_info it = describe_item(s, s.first_item + local_item);
     const int end = min(it.pages, (chunk + 1) * s.chunk_pages);
     if (chunk * s.chunk_pages >= end) return;
+    const bool narrowed = BOUNDS && s.levels & EKV_CUDA_NORMS; /* bounds by norms are there: few boxes are needed */
+    if (narrowed && !boxes_pay(s, local_item)) return;
+    int boxes_read = 0;
     load_rows<DIM, R>(s, it, s_row, s_q);
     float q[R][CH][8];
     take_query<LPK, CH, R>(s_q, j, q);
@@ -489,7 +467,17 @@ __global__ void __launch_bounds__(THREADS, (R >= 4 || CH > 1 ? 2 : 3)) page_scor
     for (int p0 = chunk * s.chunk_pages + warp * 32; p0 < end; p0 += THREADS) {
         const int pages = min(32, end - p0);
         int my_block = lane < pages ? block_of(s, it, p0 + lane) : -1;
-        const int my_count = my_block >= 0 ? s.counts[my_block] : 0;
+        int my_count = my_block >= 0 ? s.counts[my_block] : 0;
+        if (narrowed) {
+            bool needed = false;
+            for (int r = 0; r < it.rows; r++) {
+                const long long at = local_item * R + r;
+                needed |= lane < pages && (p0 + lane) << s.page_shift < s_row[r].n &&
+                          !((double)s.page_a[at * s.max_pages + p0 + lane] <= s.cut[at].cut);
+            }
+            if (!needed) my_block = my_count = -1;
+        }
+        if (BOUNDS && s.levels) boxes_read += __popc(__ballot_sync(ALL_LANES, my_block >= 0));
         for (int t0 = 0; t0 < pages; t0 += TILE) {
             float a[R][U], b[R][U];
 #pragma unroll
@@ -542,6 +530,7 @@ __global__ void __launch_bounds__(THREADS, (R >= 4 || CH > 1 ? 2 : 3)) page_scor
                 const float x = butterfly<LPK, U>(a[r], lane), y = butterfly<LPK, U>(b[r], lane);
                 const row_info &row = s_row[r];
                 if (j % (LPK / U) != 0 || in_chunk >= pages || !row.active || page << s.page_shift >= row.n) continue;
+                if (BOUNDS && count < 0) continue; /* its bound by norms stays */
                 const int first = page << s.page_shift, tokens = page_tokens(s, row.n, page), last = first + tokens - 1;
                 const long long at = (local_item * R + r) * s.max_pages + page;
                 const bool known = count >= tokens;
@@ -549,8 +538,9 @@ __global__ void __launch_bounds__(THREADS, (R >= 4 || CH > 1 ? 2 : 3)) page_scor
                     const float bias = row.slope == 0.0f
                                            ? 0.0f
                                            : __fmul_rn(row.slope, (float)((row.slope > 0.0f ? last : first) - row.q_token));
-                    const float bound = __fadd_rn(x, bias) + bound_slack(CH * 8 + 5, y, bias);
-                    s.page_a[at] = !known ? CUDART_NAN_F : bound <= CUDART_INF_F ? bound : CUDART_INF_F;
+                    float bound = __fadd_rn(x, bias) + bound_slack(CH * 8 + 5, y, bias);
+                    if (narrowed && s.page_a[at] < bound) bound = s.page_a[at];
+                    s.page_a[at] = known && bound < CUDART_INF_F ? bound : CUDART_NAN_F;
                 } else {
                     const float bias =
                         row.slope == 0.0f
@@ -565,6 +555,82 @@ __global__ void __launch_bounds__(THREADS, (R >= 4 || CH > 1 ? 2 : 3)) page_scor
         __syncwarp(); /* the lanes' own writes are read back, a page to a lane */
         for (int r = 0; r < it.rows; r++) summarize<BOUNDS>(s, s_row[r], local_item * R + r, p0);
     }
+    if (BOUNDS && s.levels && lane == 0 && boxes_read) atomicAdd(&s.boxes_read[local_item * s.chunks + chunk], boxes_read);
+}
+
+/* ---- certified ---- */
+
+/* One row: a lower bound of tau from the pages with the best bounds, to s.cut; see certified.cuh. */
+template <typename T, int LPK, int CH, bool VEC> __global__ void __launch_bounds__(PROBE_THREADS) probe(const ekv_cuda_step s) {
+    typedef scan_shape<T, LPK, CH, 1> shape;
+    constexpr int U = shape::U, TILE = shape::TILE;
+    static_assert(RUN % U == 0, "a lane group stays in its run");
+    __shared__ float s_q[1][shape::DIM];
+    __shared__ row_info s_row[1];
+    __shared__ probe_scratch s_scratch;
+    __shared__ probe_reduce s_reduce;
+    begin_kernel();
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, j = lane % LPK, g = lane / LPK;
+    const long long slot = blockIdx.x, local_item = slot / s.rows;
+    const int r = (int)(slot % s.rows);
+    item_info it = describe_item(s, s.first_item + local_item);
+    const bool first = s.pass == EKV_CUDA_NORMS || !(s.levels & EKV_CUDA_NORMS), last = s.pass == EKV_CUDA_BOXES || s.pass == s.levels;
+    const bool fresh = first || boxes_pay(s, local_item); /* there are new bounds */
+    it.first_row += r; /* an item of this row alone */
+    it.rows = min(max(it.rows - r, 0), 1);
+    load_rows<shape::DIM, 1>(s, it, s_row, s_q);
+    const row_info row = s_row[0];
+    const int pages = (row.n + s.page_size - 1) >> s.page_shift;
+    if (pages == 0) {
+        if (threadIdx.x == 0 && first) s.cut[slot] = {-CUDART_INF, 0u, 0, 0.0, 0.0, 0.0f, 0, 0};
+        return;
+    }
+    const float *bound = s.page_a + slot * s.max_pages;
+    float cut = first ? -CUDART_INF_F : (float)s.cut[slot].cut, share = 0.0f;
+    int turn = 0, probed = 0, sampled = 0;
+    if (fresh) {
+        const int per_page = s.page_size / RUN;
+        const bool sample = s.pass == EKV_CUDA_NORMS && s.levels & EKV_CUDA_BOXES;
+        const int chosen = choose_pages(bound, s.group_of_pages + slot * s.groups, pages, max(1, PROBE_RUNS / per_page), &s_scratch,
+                                        &s_reduce, turn);
+        const int runs = chosen * per_page, all = (runs + (sample ? SAMPLE_RUNS : 0)) * RUN;
+        const T *keys = (const T *)s.k + it.head * s.k_head_stride + j * 8;
+        float q[1][CH][8];
+        take_query<LPK, CH, 1>(s_q, j, q);
+        for (int t0 = warp * TILE; t0 < all; t0 += WARPS * TILE) {
+            const int at = t0 + g * U, run = at / RUN;
+            int token = row.n, page = 0;
+            if (run < runs) {
+                page = s_scratch.page[run / per_page];
+                token = (page << s.page_shift) + run % per_page * RUN + at % RUN;
+            } else if (at < all) {
+                page = sampled_page(run - runs, pages);
+                token = (page << s.page_shift) + at % RUN;
+            }
+            const int exist = max(0, min(U, row.n - token)), block = exist > 0 ? block_of(s, it, page) : -1;
+            float z[1];
+            score_tile<T, LPK, CH, 1, U, VEC>(keys + block * s.k_block_stride + (token & (s.page_size - 1)) * s.k_token_stride,
+                                              s.k_token_stride, block < 0 ? 0 : exist, s.k_dim, lane, q, z);
+            const int u = j / (LPK / U);
+            if (j % (LPK / U) == 0 && at + u < all) s_scratch.z[at + u] = finish_score(z[0], row, 0, token + u, u < exist, 1u, block);
+        }
+        __syncthreads();
+        probed = all;
+        cut = floor_of_probe(&s_scratch, runs * RUN, cut, row.power, &s_reduce, turn);
+        if (sample) {
+            const double tau = tau_of_sample(s_scratch.z + runs * RUN, row.n, row.alpha, cut, &s_reduce, turn);
+            share = share_of_boxes<T>(s, it, row, s_q[0], bound, pages, cut, tau, sampled, &s_reduce, turn);
+        }
+    }
+    double relax = 0.0, skipped = 0.0;
+    if (last && s.max_mass > 0.0) relax_cut(s, row, bound, pages, (double)cut, relax, skipped, &s_scratch);
+    if (threadIdx.x != 0) return;
+    ekv_cuda_cut *out = s.cut + slot;
+    if (first) out->share = share, out->probed = 0, out->sampled = sampled; /* the share is read by other blocks in a later pass */
+    out->cut = (double)cut;
+    out->relax = relax;
+    out->skipped = skipped;
+    out->probed += probed;
 }
 
 /* ---- launching ---- */
@@ -597,14 +663,24 @@ template <typename T, int LPK, int CH> cudaError_t launch_rows(const ekv_cuda_st
     }
 }
 
+template <typename T, int LPK, int CH, bool VEC> cudaError_t launch_probe(const ekv_cuda_step &s, cudaStream_t stream) {
+    return start(probe<T, LPK, CH, VEC>, s, s.round_items * s.rows, PROBE_THREADS, stream);
+}
+
 /* host.c chooses `rows` by ekv_cuda_rows, which knows the same table: one row where nothing fast fits. */
 template <typename T> int launch_typed(const ekv_cuda_step &s, int kind, cudaStream_t stream) {
     bool vec = s.k_dim <= 768;
-    if (kind == EKV_CUDA_SCAN_ENTMAX || kind == EKV_CUDA_SCAN_SOFTMAX)
+    if (kind == EKV_CUDA_SCAN_ENTMAX || kind == EKV_CUDA_SCAN_SOFTMAX || kind == EKV_CUDA_PROBE)
         vec = vec && aligned<T>(s.k, s.k_block_stride, s.k_token_stride, s.k_head_stride, s.k_dim);
     if (kind == EKV_CUDA_SCAN_SOFTMAX)
         vec = vec && aligned<T>(s.v, s.v_block_stride, s.v_token_stride, s.v_head_stride, s.v_dim);
     if (kind == EKV_CUDA_PAGE_BOUNDS || kind == EKV_CUDA_PAGE_MOMENTS) vec = vec && s.k_dim % 8 == 0;
+    if (kind == EKV_CUDA_PROBE) /* the routine of the scan, a row to a block */
+        return (int)(!vec             ? launch_probe<T, 32, 4, false>(s, stream)
+                     : s.k_dim <= 64  ? launch_probe<T, 8, 1, true>(s, stream)
+                     : s.k_dim <= 128 ? launch_probe<T, 16, 1, true>(s, stream)
+                     : s.k_dim <= 256 ? launch_probe<T, 32, 1, true>(s, stream)
+                                      : launch_probe<T, 32, 3, true>(s, stream));
     if (!vec) {
         switch (s.rows) {
         case 1:

@@ -32,9 +32,10 @@ static bool subject(int i, char *name, size_t size) {
     return strcmp(policy, "?") != 0;
 }
 
-static const ekv_family *find_family(const char *name) {
+/* The backend cuda has policy cases of its own: what it serves differs in page sizes, and its kernels in dimensions. */
+static const ekv_family *find_family(const char *name, bool on_device) {
     const ekv_family *const lists[] = {ekv_row_families, ekv_page_families, ekv_sketch_families, ekv_list_families,
-                                       ekv_policy_families};
+                                       on_device ? ekv_device_families : ekv_policy_families};
     for (size_t i = 0; i < sizeof lists / sizeof lists[0]; i++)
         for (const ekv_family *f = lists[i]; f->name; f++)
             if (strcmp(f->name, name) == 0) return f;
@@ -189,7 +190,7 @@ static void run_one(run *r, const ekv_family *f, int64_t number) {
 }
 
 static void run_subject(run *r, const char *name) {
-    const ekv_family *f = find_family(name);
+    const ekv_family *f = find_family(name, r->check->on_device);
     if (!f) {
         ekv_check *c = r->check;
         static const ekv_family none = {0};
@@ -201,7 +202,7 @@ static void run_subject(run *r, const char *name) {
         report(r, name, EKV_CONFORM_FAIL);
         return;
     }
-    /* The backend `reference` has no kernels: only whole calls run on it. */
+    /* The backends `reference` and `cuda` have no kernels of the list: only whole calls run on them. */
     if (!r->check->table && strncmp(name, "policy-", 7) != 0 && strcmp(name, "entmax") != 0) return;
     const int64_t size = grid_size(f), step = sample_step(size);
     if (r->options->number >= 0) {
@@ -209,7 +210,8 @@ static void run_subject(run *r, const char *name) {
         return;
     }
     /* On the reference a whole step is compared with single rows of itself: a few cases show that, slowly. */
-    const int64_t sample = r->check->table || strcmp(name, "entmax") == 0 ? f->sample : f->sample / 16;
+    const bool slow = !r->check->table && !r->check->on_device && strcmp(name, "entmax") != 0;
+    const int64_t sample = slow ? f->sample / 16 : f->sample;
     const int64_t count = r->options->thorough ? size : ekv_min64(size, sample);
     for (int64_t i = 0, number = 0; i < count; i++, number = (number + step) % size) run_one(r, f, count == size ? i : number);
 }
@@ -222,7 +224,9 @@ static ekv_status run_table(run *r, const char *name, const ekv_kernels *table) 
     ekv_check *c = r->check;
     const ekv_status status = ekv_context_create(&params, &c->context, NULL, 0);
     if (status != EKV_OK) return status;
-    c->context->kernels = c->table = table;
+    c->on_device = c->context->cuda != NULL;
+    c->table = table;
+    if (!c->on_device) c->context->kernels = table;
     c->context->backend = r->backend = name;
     c->complete = is_complete(table);
     char kernel[64];
@@ -268,8 +272,10 @@ static ekv_status check_options(const ekv_conform_options *o, char *message, siz
         found = found || strcmp(o->kernel, name) == 0;
     }
     if (!found) return wrong(EKV_ERROR_INVALID_ARGUMENT, message, size, "unknown kernel \"%s\"; known: %s", o->kernel, known);
-    if (o->number >= 0 && o->kernel && find_family(o->kernel) && o->number >= grid_size(find_family(o->kernel))) {
-        snprintf(known, sizeof known, "%lld", (long long)grid_size(find_family(o->kernel)));
+    const bool on_device = o->backend && strcmp(o->backend, "cuda") == 0;
+    const ekv_family *family = o->kernel ? find_family(o->kernel, on_device) : NULL;
+    if (o->number >= 0 && family && o->number >= grid_size(family)) {
+        snprintf(known, sizeof known, "%lld", (long long)grid_size(family));
         return wrong(EKV_ERROR_INVALID_ARGUMENT, message, size, "no such case: kernel \"%s\" has %s, numbered from 0",
                      o->kernel, known);
     }

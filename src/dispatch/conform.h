@@ -35,6 +35,7 @@ typedef struct ekv_axis {
 typedef struct ekv_room {
     const char *name;
     unsigned char *base, *data;
+    unsigned char *device; /* backend cuda: where [base, base + span) has its copy; NULL until needed */
     size_t span, bytes;
     bool used, input, sealed;
     uint64_t hash; /* of an input's bytes, when they were complete and it was sealed */
@@ -44,6 +45,7 @@ typedef struct ekv_check {
     /* who is tested */
     const ekv_kernels *table; /* NULL for the backend `reference` */
     ekv_context *context;     /* runs on that table */
+    bool on_device;           /* the backend takes device memory */
     bool complete;            /* the table has every kernel */
     /* the case */
     const struct ekv_family *family;
@@ -56,6 +58,8 @@ typedef struct ekv_check {
     int rooms; /* that exist; those of this case are `used` */
     void *scratch[40];
     int scratches;
+    unsigned char *staging; /* of copies to and from the device */
+    size_t staging_bytes;
     /* the outcome */
     bool failed, unsupported;
     char what[160];
@@ -72,7 +76,7 @@ typedef struct ekv_family {
 
 /* conform_rows.c, conform_pages.c, conform_sketch.c, conform_lists.c, conform_policies.c */
 extern const ekv_family ekv_row_families[], ekv_page_families[], ekv_sketch_families[], ekv_list_families[],
-    ekv_policy_families[];
+    ekv_policy_families[], ekv_device_families[];
 
 /* ---- conform_memory.c ---- */
 
@@ -93,6 +97,12 @@ void ekv_seal(ekv_check *c);
 /* Fails the case if an input changed or something was written past a buffer, and gives the memory back. */
 void ekv_rooms_check(ekv_check *c);
 void ekv_rooms_free(ekv_check *c); /* unmaps all */
+/* Backend cuda: every room has a copy in device memory, between guard regions of its own.  The address there of something in a room,
+ * and copying all rooms of the case, their slack and guards included, there and back; false fails the case.  After the way back
+ * the rooms hold what the device left, so that the checks above apply. */
+void *ekv_device_of(ekv_check *c, const void *memory);
+bool ekv_rooms_to_device(ekv_check *c);
+bool ekv_rooms_from_device(ekv_check *c);
 /* Whether the bytes still hold the poison of outputs. */
 bool ekv_poisoned(const void *bytes, size_t n);
 

@@ -3,6 +3,7 @@
  *
  * SPDX-License-Identifier: Apache-2.0
  */
+#include "cuda/cuda.h"
 #include "dispatch/conform.h"
 
 #include <math.h>
@@ -24,6 +25,12 @@ static uint64_t hash_of(const ekv_room *room) {
     return h;
 }
 
+static void release_room(ekv_check *c, ekv_room *room) {
+    if (room->device) ekv_cuda_release(ekv_cuda_device(c->context), room->device - ekv_memory_page());
+    ekv_guarded_release(room->base, room->span);
+    room->device = NULL;
+}
+
 /* A room of that span that is not in use, or a new one; rooms of other spans are given up when there are too many. */
 static ekv_room *find_room(ekv_check *c, size_t span) {
     ekv_room *other = NULL;
@@ -38,7 +45,7 @@ static ekv_room *find_room(ekv_check *c, size_t span) {
     if (c->rooms < EKV_ROOMS)
         c->rooms++;
     else
-        ekv_guarded_release(other->base, other->span);
+        release_room(c, other);
     other->base = base;
     other->span = span;
     return other;
@@ -123,8 +130,80 @@ void *ekv_scratch(ekv_check *c, size_t bytes) {
 }
 
 void ekv_rooms_free(ekv_check *c) {
-    for (int i = 0; i < c->rooms; i++) ekv_guarded_release(c->room[i].base, c->room[i].span);
+    for (int i = 0; i < c->rooms; i++) release_room(c, &c->room[i]);
     c->rooms = 0;
+    free(c->staging);
+    c->staging = NULL;
+    c->staging_bytes = 0;
+}
+
+/* ---- device memory ---- */
+
+static bool copied(ekv_check *c, ekv_status status) {
+    char what[160];
+    snprintf(what, sizeof what, "copying to and from the device: %s", ekv_last_error(c->context));
+    return ekv_expect(c, what, -1, status, EKV_OK, 0.0);
+}
+
+void *ekv_device_of(ekv_check *c, const void *memory) {
+    const unsigned char *at = memory;
+    for (int i = 0; i < c->rooms; i++) {
+        const ekv_room *room = &c->room[i];
+        if (room->used && at >= room->base && at < room->base + room->span) return room->device + (at - room->base);
+    }
+    return NULL;
+}
+
+/* The staging memory for a room between its guards: one page on each side. */
+static unsigned char *stage(ekv_check *c, const ekv_room *room, size_t *bytes) {
+    *bytes = room->span + 2 * ekv_memory_page();
+    if (*bytes <= c->staging_bytes) return c->staging;
+    free(c->staging);
+    c->staging = malloc(*bytes);
+    c->staging_bytes = c->staging ? *bytes : 0;
+    ekv_expect_true(c, "memory for the case", -1, c->staging != NULL);
+    return c->staging;
+}
+
+bool ekv_rooms_to_device(ekv_check *c) {
+    const size_t guard = ekv_memory_page();
+    for (int i = 0; i < c->rooms; i++) {
+        ekv_room *room = &c->room[i];
+        void *memory = NULL;
+        size_t bytes;
+        if (!room->used) continue;
+        if (!room->device) {
+            if (!copied(c, ekv_cuda_allocate(c->context, room->span + 2 * guard, &memory))) return false;
+            room->device = (unsigned char *)memory + guard;
+        }
+        unsigned char *staged = stage(c, room, &bytes);
+        if (!staged) return false;
+        memset(staged, INPUT_POISON, bytes);
+        memcpy(staged + guard, room->base, room->span);
+        if (!copied(c, ekv_cuda_copy(c->context, room->device - guard, staged, bytes))) return false;
+    }
+    return true;
+}
+
+bool ekv_rooms_from_device(ekv_check *c) {
+    const size_t guard = ekv_memory_page();
+    for (int i = 0; i < c->rooms; i++) {
+        ekv_room *room = &c->room[i];
+        size_t bytes;
+        char what[96];
+        if (!room->used) continue;
+        unsigned char *staged = stage(c, room, &bytes);
+        if (!staged || !copied(c, ekv_cuda_copy(c->context, staged, room->device - guard, bytes))) return false;
+        memcpy(room->base, staged + guard, room->span);
+        for (size_t b = 0; b < bytes; b++) {
+            if (staged[b] == INPUT_POISON || (b >= guard && b < guard + room->span)) continue;
+            snprintf(what, sizeof what, "bytes written on the device %s the buffer \"%s\"", b < guard ? "before" : "past the end of",
+                     room->name);
+            blame(c, what, (int64_t)b - (int64_t)guard - (room->data - room->base), staged[b]);
+            return false;
+        }
+    }
+    return true;
 }
 
 bool ekv_poisoned(const void *bytes, size_t n) {

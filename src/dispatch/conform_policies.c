@@ -26,13 +26,17 @@ static const char *const shapes[] = {"group 1 page 1", "group 1 page 16", "group
                                      "group 8 page 16"};
 static const int groups[] = {1, 1, 2, 3, 8}, page_sizes[] = {1, 16, 64, 5, 16};
 static const int dims[] = {1, 33, 64, 128}, lengths[] = {1, 17, 130, 700, 4200};
+/* Backend cuda: page sizes that it takes, groups past its 8 rows, a dimension for each of its kernels. */
+static const char *const device_shapes[] = {"group 1 page 8",  "group 1 page 16", "group 2 page 64",
+                                            "group 3 page 32", "group 8 page 16", "group 12 page 256"};
+static const int device_groups[] = {1, 1, 2, 3, 8, 12}, device_page_sizes[] = {8, 16, 64, 32, 16, 256};
+static const int device_dims[] = {1, 33, 64, 128, 192, 320};
 static const char *const biases[] = {"no slopes, 1 query", "slopes, 3 queries"};
 
 enum { AXIS_DTYPE, AXIS_DIM, AXIS_SHAPE, AXIS_LENGTH, AXIS_ALPHA, AXIS_CONTENT, AXIS_BIAS };
 
 #define BATCH        2
 #define KV_HEADS     2
-#define PAD          3 /* elements between rows that belong to nobody */
 #define CHECKED_ROWS 6
 
 /* A step and its memory. */
@@ -41,7 +45,8 @@ typedef struct problem {
     ekv_decode_params step;
     ekv_index *index;
     int32_t group, q_heads, queries[BATCH], lengths[BATCH], pages[BATCH], q_start[BATCH + 1];
-    int32_t *table;
+    int32_t pad; /* elements between rows that belong to nobody */
+    int32_t *table, *given_lengths, *given_starts; /* the arrays that the backend gets */
     int64_t table_stride, rows;
     unsigned char *k, *v, *q, *out, *full; /* full: what policy full returns */
     uint8_t *mask, *selected;              /* [rows][table_stride] */
@@ -123,8 +128,9 @@ static void make_sizes(ekv_check *c, problem *p) {
     p->kv.kv_heads = KV_HEADS;
     p->kv.k_dim = c->value[AXIS_DIM];
     p->kv.v_dim = ekv_below(c, 2) ? p->kv.k_dim : p->kv.k_dim / 2 + 1;
-    p->kv.page_size = page_sizes[c->value[AXIS_SHAPE]];
-    p->group = groups[c->value[AXIS_SHAPE]];
+    p->kv.page_size = (c->on_device ? device_page_sizes : page_sizes)[c->value[AXIS_SHAPE]];
+    p->group = (c->on_device ? device_groups : groups)[c->value[AXIS_SHAPE]];
+    p->pad = c->on_device && c->number / 2 % 2 ? 8 : 3; /* 8: rows stay aligned to 16 bytes, for vector loads */
     p->q_heads = KV_HEADS * p->group;
     p->lengths[0] = length;
     p->lengths[1] = length / 3; /* 0 for a length of 1 */
@@ -145,25 +151,27 @@ static bool make_memory(ekv_check *c, problem *p) {
     const size_t e = ekv_element_bytes(p->kv.dtype);
     ekv_decode_params *s = &p->step;
     const int64_t tokens = p->q_start[BATCH];
-    p->kv.k_head_stride = p->kv.k_dim + PAD;
+    p->kv.k_head_stride = p->kv.k_dim + p->pad;
     p->kv.k_token_stride = p->kv.k_head_stride * KV_HEADS;
     p->kv.k_block_stride = p->kv.k_token_stride * p->kv.page_size;
-    p->kv.v_token_stride = p->kv.v_dim + PAD;
+    p->kv.v_token_stride = p->kv.v_dim + p->pad;
     p->kv.v_head_stride = p->kv.v_token_stride * p->kv.page_size;
     p->kv.v_block_stride = p->kv.v_head_stride * KV_HEADS;
     s->q_dtype = (ekv_dtype)ekv_below(c, 3);
     s->out_dtype = (ekv_dtype)(ekv_below(c, 2) ? 0 : ekv_below(c, 3));
-    s->q_head_stride = p->kv.k_dim + PAD;
+    s->q_head_stride = p->kv.k_dim + p->pad;
     s->q_token_stride = s->q_head_stride * p->q_heads;
-    s->out_head_stride = p->kv.v_dim + PAD;
+    s->out_head_stride = p->kv.v_dim + p->pad;
     s->out_token_stride = s->out_head_stride * p->q_heads;
     p->table = ekv_room_in(c, "block_table", BATCH * p->table_stride, sizeof *p->table);
-    p->k = ekv_room_in(c, "k", p->kv.blocks * p->kv.k_block_stride - PAD, e);
-    p->v = ekv_room_in(c, "v", p->kv.blocks * p->kv.v_block_stride - PAD, e);
-    p->q = ekv_room_in(c, "q", tokens * s->q_token_stride - PAD, ekv_element_bytes(s->q_dtype));
+    p->given_lengths = ekv_room_in(c, "lengths", BATCH, sizeof *p->given_lengths);
+    p->given_starts = ekv_room_in(c, "q_start", BATCH + 1, sizeof *p->given_starts);
+    p->k = ekv_room_in(c, "k", p->kv.blocks * p->kv.k_block_stride - p->pad, e);
+    p->v = ekv_room_in(c, "v", p->kv.blocks * p->kv.v_block_stride - p->pad, e);
+    p->q = ekv_room_in(c, "q", tokens * s->q_token_stride - p->pad, ekv_element_bytes(s->q_dtype));
     p->mask = ekv_room_in(c, "page_mask", p->rows * p->table_stride, 1);
-    p->out = ekv_room_out(c, "out", tokens * s->out_token_stride - PAD, ekv_element_bytes(s->out_dtype));
-    p->full = ekv_room_out(c, "out of policy full", tokens * s->out_token_stride - PAD, ekv_element_bytes(s->out_dtype));
+    p->out = ekv_room_out(c, "out", tokens * s->out_token_stride - p->pad, ekv_element_bytes(s->out_dtype));
+    p->full = ekv_room_out(c, "out of policy full", tokens * s->out_token_stride - p->pad, ekv_element_bytes(s->out_dtype));
     p->report = ekv_room_out(c, "report", p->rows, sizeof *p->report);
     p->selected = ekv_room_out(c, "selected", p->rows * p->table_stride, 1);
     p->bounds = ekv_room_out(c, "page bounds", p->rows * p->table_stride, sizeof *p->bounds);
@@ -173,6 +181,8 @@ static bool make_memory(ekv_check *c, problem *p) {
 }
 
 static void fill_memory(ekv_check *c, problem *p) {
+    memcpy(p->given_lengths, p->lengths, sizeof p->lengths);
+    memcpy(p->given_starts, p->q_start, sizeof p->q_start);
     for (int b = 0; b < BATCH; b++)
         for (int32_t t = 0; t < p->lengths[b]; t++)
             for (int h = 0; h < KV_HEADS; h++) {
@@ -192,9 +202,9 @@ static void set_step(ekv_check *c, problem *p, ekv_policy policy, float *slopes)
     s->index = p->index;
     s->block_table = p->table;
     s->block_table_stride = p->table_stride;
-    s->lengths = p->lengths;
+    s->lengths = p->given_lengths;
     s->q_heads = p->q_heads;
-    s->q_start = p->q_start;
+    s->q_start = p->given_starts;
     s->q = p->q;
     s->out = p->out;
     s->alpha =
@@ -214,6 +224,8 @@ static void set_step(ekv_check *c, problem *p, ekv_policy policy, float *slopes)
     s->page_mask_stride = p->table_stride;
     s->report = p->report;
     s->report_mass = 1;
+    for (int b = 0; b < BATCH; b++) s->max_queries = p->queries[b] > s->max_queries ? p->queries[b] : s->max_queries;
+    s->max_length = c->number % 2 ? p->lengths[0] : 0;
 }
 
 /* A call of the library that must succeed. */
@@ -221,6 +233,72 @@ static bool succeeded(ekv_check *c, ekv_status status) {
     char what[160];
     snprintf(what, sizeof what, "status of the call: %s", ekv_last_error(c->context));
     return ekv_expect(c, what, -1, status, EKV_OK, 0.0);
+}
+
+/* ---- calling the backend ---- */
+
+/* The step as the backend takes it: with device memory the same arrays there. */
+typedef struct placed {
+    ekv_decode_params step;
+    ekv_kv kv;
+} placed;
+
+static void *at(ekv_check *c, const void *memory) {
+    return c->on_device && memory ? ekv_device_of(c, memory) : (void *)(uintptr_t)memory;
+}
+
+static bool place(ekv_check *c, const problem *p, const ekv_decode_params *step, placed *to) {
+    if (c->on_device && !ekv_rooms_to_device(c)) return false;
+    to->step = *step;
+    to->kv = p->kv;
+    to->kv.k = at(c, p->kv.k);
+    to->kv.v = at(c, p->kv.v);
+    to->step.kv = &to->kv;
+    to->step.block_table = at(c, step->block_table);
+    to->step.lengths = at(c, step->lengths);
+    to->step.q_start = at(c, step->q_start);
+    to->step.q = at(c, step->q);
+    to->step.out = at(c, step->out);
+    to->step.page_mask = at(c, step->page_mask);
+    to->step.report = at(c, step->report);
+    return true;
+}
+
+/* A call must succeed; then what it wrote is in the rooms. */
+static bool done(ekv_check *c, ekv_status status) {
+    return succeeded(c, status) && (!c->on_device || ekv_rooms_from_device(c));
+}
+
+static bool run_decode(ekv_check *c, const problem *p, const ekv_decode_params *step) {
+    placed d;
+    return place(c, p, step, &d) && done(c, ekv_decode(c->context, &d.step));
+}
+
+static bool run_bounds(ekv_check *c, problem *p) {
+    placed d;
+    return place(c, p, &p->step, &d) && done(c, ekv_page_bounds(c->context, &d.step, at(c, p->bounds), p->table_stride));
+}
+
+static bool run_moments(ekv_check *c, problem *p) {
+    placed d;
+    return place(c, p, &p->step, &d) &&
+           done(c, ekv_page_moments(c->context, &d.step, at(c, p->mean), at(c, p->deviation), p->table_stride));
+}
+
+static bool run_select(ekv_check *c, problem *p) {
+    placed d;
+    return place(c, p, &p->step, &d) && done(c, ekv_select_pages(c->context, &d.step, at(c, p->selected), p->table_stride));
+}
+
+static bool run_update(ekv_check *c, problem *p) {
+    placed d;
+    if (!place(c, p, &p->step, &d)) return false;
+    for (int b = 0; b < BATCH; b++)
+        if (p->lengths[b] > 0 &&
+            !succeeded(c, ekv_index_update(c->context, p->index, &d.kv, (int32_t *)at(c, p->table) + b * p->table_stride, 0,
+                                           p->lengths[b], p->lengths[b])))
+            return false;
+    return done(c, EKV_OK);
 }
 
 static bool make_index(ekv_check *c, problem *p) {
@@ -231,18 +309,16 @@ static bool make_index(ekv_check *c, problem *p) {
     params.v_dim = p->kv.v_dim;
     params.page_size = p->kv.page_size;
     params.blocks = p->kv.blocks;
-    if (p->kv.page_size % EKV_SKETCH_GROUP == 0) params.statistics |= EKV_STATISTICS_SKETCH;
-    const size_t bytes = ekv_index_bytes(&params);
-    /* The library wants 64-byte alignment, so that this memory cannot be placed like the others. */
-    char *memory = ekv_scratch(c, bytes + 64);
-    if (!memory) return false;
-    memory += (64 - (uintptr_t)memory % 64) % 64;
-    if (!succeeded(c, ekv_index_create(c->context, &params, memory, bytes, &p->index))) return false;
-    for (int b = 0; b < BATCH; b++)
-        if (p->lengths[b] > 0 && !succeeded(c, ekv_index_update(c->context, p->index, &p->kv, p->table + b * p->table_stride, 0,
-                                                                p->lengths[b], p->lengths[b])))
-            return false;
-    return true;
+    if (p->kv.page_size % EKV_SKETCH_GROUP == 0 && !c->on_device) params.statistics |= EKV_STATISTICS_SKETCH;
+    /* The library wants 64-byte alignment: at an end of its pages of memory the index has it. */
+    const size_t bytes = (ekv_index_bytes(&params) + 63) / 64 * 64;
+    const int placement = c->placement;
+    c->placement = placement == 2 ? 0 : placement;
+    char *memory = ekv_room_inout(c, "index", (int64_t)bytes, 1);
+    c->placement = placement;
+    placed d;
+    return memory && place(c, p, &p->step, &d) &&
+           done(c, ekv_index_create(c->context, &params, at(c, memory), bytes, &p->index)) && run_update(c, p);
 }
 
 /* ---- the reference's view of a row ---- */
@@ -343,7 +419,8 @@ static double score_size(const problem *p, const row *r, int32_t page, double *q
  * conform_pages.c, and the conversions to and from z units (4 u).  Moments: the storing type's rounding, the sums over the page
  * and over dimensions. */
 static void check_statistics(ekv_check *c, const problem *p, const row *r) {
-    const double steps = (double)((p->kv.k_dim + 31) / 32 + 5), stored = p->kv.dtype == EKV_F16 ? 0x1p-11 : EKV_U;
+    const double host = (double)((p->kv.k_dim + 31) / 32 + 5), device = p->kv.k_dim % 8 ? 37.0 : p->kv.k_dim <= 256 ? 13.0 : 29.0;
+    const double steps = c->on_device ? device : host, stored = p->kv.dtype == EKV_F16 ? 0x1p-11 : EKV_U;
     for (int32_t page = 0; page < r->pages && !c->failed; page++) {
         const int64_t at = r->number * p->table_stride + page;
         const double exact = r->result.page_bound[page], bias = r->problem.slope * (double)(r->n - page * p->kv.page_size);
@@ -477,7 +554,7 @@ static void check_output(ekv_check *c, const problem *p, const row *r) {
     if (r->number + 1 < p->rows) { /* padding */
         const size_t e = ekv_element_bytes(s->out_dtype);
         ekv_expect_true(c, "padding of out is untouched", at + p->kv.v_dim,
-                        ekv_poisoned(p->out + (size_t)(at + p->kv.v_dim) * e, PAD * e));
+                        ekv_poisoned(p->out + (size_t)(at + p->kv.v_dim) * e, (size_t)p->pad * e));
     }
 }
 
@@ -561,7 +638,7 @@ static int64_t row_step(const problem *p) {
 /* What the policy reads, asked of the backend; all pages for policy certified. */
 static bool select_pages(ekv_check *c, problem *p) {
     if (p->step.policy != EKV_POLICY_CERTIFIED)
-        return succeeded(c, ekv_select_pages(c->context, &p->step, p->selected, p->table_stride));
+        return run_select(c, p);
     ekv_expect(c, "status of ekv_select_pages for policy certified", -1,
                ekv_select_pages(c->context, &p->step, p->selected, p->table_stride), EKV_ERROR_UNSUPPORTED, 0.0);
     for (int64_t number = 0; number < p->rows; number++) {
@@ -575,12 +652,12 @@ static bool select_pages(ekv_check *c, problem *p) {
 /* The same step by policy full gives the same bits. */
 static void check_against_full(ekv_check *c, problem *p) {
     const size_t e = ekv_element_bytes(p->step.out_dtype),
-                 bytes = (size_t)(p->q_start[BATCH] * p->step.out_token_stride - PAD) * e;
+                 bytes = (size_t)(p->q_start[BATCH] * p->step.out_token_stride - p->pad) * e;
     ekv_decode_params full = p->step;
     full.policy = EKV_POLICY_FULL;
     full.out = p->full;
     full.report = NULL;
-    if (!succeeded(c, ekv_decode(c->context, &full))) return;
+    if (!run_decode(c, p, &full)) return;
     for (size_t i = 0; i < bytes; i += e)
         if (memcmp(p->out + i, p->full + i, e) != 0)
             ekv_expect(c, "out of policy certified, against that of policy full", (int64_t)(i / e),
@@ -592,18 +669,16 @@ static void check_step(ekv_check *c, problem *p) {
     row rows[CHECKED_ROWS * 2];
     int n = 0;
     ekv_decode_params *s = &p->step;
-    if (!select_pages(c, p) || !succeeded(c, ekv_page_bounds(c->context, s, p->bounds, p->table_stride)) ||
-        !succeeded(c, ekv_page_moments(c->context, s, p->mean, p->deviation, p->table_stride)))
-        return;
+    if (!select_pages(c, p) || !run_bounds(c, p) || !run_moments(c, p)) return;
     for (int64_t number = ekv_below(c, (int)row_step(p)); number < p->rows && n < CHECKED_ROWS * 2;
          number += row_step(p), n++) {
         if (!solve_row(c, p, number, &rows[n])) return;
         check_selection(c, p, &rows[n]);
     }
     if (c->failed) return;
-    if (c->table) poison_unread(p); /* the backend `reference` keeps no statistics: it reads all keys */
+    if (c->table || c->on_device) poison_unread(p); /* `reference` keeps no statistics: it reads all keys */
     ekv_seal(c);
-    if (!succeeded(c, ekv_decode(c->context, s))) return;
+    if (!run_decode(c, p, s)) return;
     for (int i = 0; i < n && !c->failed; i++) {
         check_output(c, p, &rows[i]);
         check_report(c, p, &rows[i]);
@@ -637,19 +712,24 @@ static void check_gaussian_policy(ekv_check *c) { check_policy(c, EKV_POLICY_GAU
 static void check_pages(ekv_check *c) { check_policy(c, EKV_POLICY_PAGES); }
 static void check_certified(ekv_check *c) { check_policy(c, EKV_POLICY_CERTIFIED); }
 
-#define POLICY_AXES(alpha_axis)                                                                                                \
+#define POLICY_AXES(dim_values, shape_names, alpha_axis)                                                                       \
   {                                                                                                                            \
-    EKV_NAMES("dtype", ekv_dtypes), EKV_NUMBERS("dim", dims), EKV_NAMES("shape", shapes), EKV_NUMBERS("length", lengths),      \
-        alpha_axis, EKV_NAMES("content", contents), EKV_NAMES("bias", biases), EKV_NAMES("memory", ekv_placements)             \
+    EKV_NAMES("dtype", ekv_dtypes), EKV_NUMBERS("dim", dim_values), EKV_NAMES("shape", shape_names),                           \
+        EKV_NUMBERS("length", lengths), alpha_axis, EKV_NAMES("content", contents), EKV_NAMES("bias", biases),                 \
+        EKV_NAMES("memory", ekv_placements)                                                                                    \
   }
 #define ALL_ALPHAS                                                                                                             \
   { "alpha", 6, alpha_names, NULL }
 #define ENTMAX_ALPHAS                                                                                                          \
   { "alpha", 5, alpha_names + 1, NULL }
 
-const ekv_family ekv_policy_families[] = {{"policy-full", 90, check_full, POLICY_AXES(ALL_ALPHAS)},
-                                          {"policy-topk", 90, check_topk_policy, POLICY_AXES(ALL_ALPHAS)},
-                                          {"policy-gaussian", 90, check_gaussian_policy, POLICY_AXES(ENTMAX_ALPHAS)},
-                                          {"policy-pages", 90, check_pages, POLICY_AXES(ALL_ALPHAS)},
-                                          {"policy-certified", 90, check_certified, POLICY_AXES(ENTMAX_ALPHAS)},
-                                          {0}};
+#define POLICY_FAMILIES(dims, shapes)                                                                                          \
+  {{"policy-full", 90, check_full, POLICY_AXES(dims, shapes, ALL_ALPHAS)},                                                     \
+   {"policy-topk", 90, check_topk_policy, POLICY_AXES(dims, shapes, ALL_ALPHAS)},                                              \
+   {"policy-gaussian", 90, check_gaussian_policy, POLICY_AXES(dims, shapes, ENTMAX_ALPHAS)},                                   \
+   {"policy-pages", 90, check_pages, POLICY_AXES(dims, shapes, ALL_ALPHAS)},                                                   \
+   {"policy-certified", 90, check_certified, POLICY_AXES(dims, shapes, ENTMAX_ALPHAS)},                                        \
+   {0}}
+
+const ekv_family ekv_policy_families[] = POLICY_FAMILIES(dims, shapes);
+const ekv_family ekv_device_families[] = POLICY_FAMILIES(device_dims, device_shapes);

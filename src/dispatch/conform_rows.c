@@ -145,6 +145,8 @@ static void make_score(ekv_check *c, ekv_dtype dtype, ekv_score_args *a) {
     a->token = token;
     a->n = n;
     a->dim = dim;
+    a->ahead = keys;
+    a->ahead_bytes = dim * (int)ekv_element_bytes(dtype);
 }
 
 static void expect_score(ekv_check *c, ekv_dtype dtype, const ekv_score_args *a, int r, int i) {

@@ -109,7 +109,7 @@ void ekv_index_destroy(ekv_index *index) {
     if (!index) return;
     const ekv_allocator allocator = index->allocator;
     if (index->owned && index->on_device)
-        ekv_cuda_index_release(index->device, index->memory);
+        ekv_cuda_release(index->device, index->memory);
     else if (index->owned)
         ekv_release(&allocator, index->memory, index->memory_bytes);
     ekv_release(&allocator, index, sizeof *index);

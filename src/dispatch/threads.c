@@ -73,8 +73,8 @@ void ekv_parallel(ekv_context *context, int64_t n, ekv_task task, void *arg) {
         context->parallel_for(context->parallel_user, n, run_task, &l);
     } else {
 #if EKV_WITH_OPENMP
-        const int threads = (int)ekv_min64(n, context->threads);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+        /* Always the whole team, also for few tasks: libgomp ends and starts threads when the size of a team changes. */
+#pragma omp parallel for schedule(dynamic, 1) num_threads(context->threads)
         for (int64_t i = 0; i < n; i++) run_task(&l, i);
 #else
         for (int64_t i = 0; i < n; i++) run_task(&l, i);

@@ -295,6 +295,8 @@ START_TEST(bad_arguments_are_refused) {
     bed_make(&other, context, EKV_F32, 100, 100, &r);
     ekv_sketch_fit fit = {.size = sizeof fit};
     char small[8] = {0};
+    int32_t table[128];
+    for (int i = 0; i < 128; i++) table[i] = i < 127 ? i : 128;
 #define REFUSED(status, says, call)                                                                                            \
   do {                                                                                                                         \
     EXPECT_STATUS(context, status, call);                                                                                      \
@@ -325,7 +327,8 @@ START_TEST(bad_arguments_are_refused) {
     at[2] = first;
     REFUSED(EKV_ERROR_INVALID_ARGUMENT, "byte order", ekv_index_load_basis(context, other.index, data.data, bytes));
     REFUSED(EKV_ERROR_INVALID_ARGUMENT, "length is 2047", ekv_index_find_basis(context, b.index, &b.kv, NULL, 2047));
-    REFUSED(EKV_ERROR_INVALID_ARGUMENT, "block_table[128]", ekv_index_find_basis(context, b.index, &b.kv, NULL, 2049));
+    REFUSED(EKV_ERROR_INVALID_ARGUMENT, "block_table[127] is 128", ekv_index_find_basis(context, b.index, &b.kv, table, 2048));
+    REFUSED(EKV_ERROR_INVALID_ARGUMENT, "length is 2049", ekv_index_find_basis(context, b.index, &b.kv, NULL, 2049));
     REFUSED(EKV_ERROR_INVALID_ARGUMENT, "kv_head is 2", ekv_index_sketch_fit(context, b.index, 2, &fit));
     REFUSED(EKV_ERROR_INVALID_ARGUMENT, "kv_head is -2", ekv_index_sketch_fit(context, b.index, -2, &fit));
     REFUSED(EKV_ERROR_INVALID_ARGUMENT, "fit is NULL", ekv_index_sketch_fit(context, b.index, 0, NULL));

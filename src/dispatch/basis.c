@@ -363,6 +363,8 @@ ekv_status ekv_index_find_basis(ekv_context *context, ekv_index *index, const ek
     REQUIRE(index->codes, EKV_ERROR_UNSUPPORTED, "index keeps no SKETCH statistics");
     VALID(length >= EKV_SKETCH_TRAINING, "length is %lld: a basis is found from at least %d tokens", (long long)length,
           EKV_SKETCH_TRAINING);
+    VALID(ekv_ceil_div(length, index->shape.page_size) <= index->shape.blocks, "length is %lld, the index has %lld blocks of %d tokens",
+          (long long)length, (long long)index->shape.blocks, (int)index->shape.page_size);
     ekv_status status = ekv_check_kv(context, &view);
     if (status == EKV_OK) status = ekv_check_index(context, index, &view);
     if (status == EKV_OK) status = ekv_check_blocks(context, index, block_table, 0, length);

@@ -376,6 +376,7 @@ typedef struct update {
     int64_t first_page, end_page, length;
     char *memory; /* trainers */
     uint8_t *usable; /* [heads] */
+    int32_t wrong;   /* first head that is not */
     size_t trainer_bytes;
     int64_t stretch; /* whose centers are being found */
 } update;
@@ -448,7 +449,7 @@ static void find_center(ekv_context *context, update *u, int64_t stretch) {
 }
 
 /* Forgets all that the sketch knows and finds the basis of every head and the centers from the sequence's u->length >= TRAINING
- * tokens.  On any other status than EKV_OK nothing has changed. */
+ * tokens.  EKV_ERROR_INVALID_ARGUMENT: a key of head u->wrong is not finite; then, and without memory, nothing has changed. */
 static ekv_status train(ekv_context *context, update *u) {
     const int32_t heads = u->kv->kv_heads;
     const int64_t stretch_tokens = u->index->stretch * u->kv->page_size;
@@ -456,25 +457,23 @@ static ekv_status train(ekv_context *context, update *u) {
     u->trainer_bytes = trainer_lay_out(&measure, u->kv->k_dim, NULL);
     const size_t bytes = (u->trainer_bytes + 1) * (size_t)heads;
     u->memory = ekv_allocate(&context->allocator, bytes);
-    if (!u->memory) return ekv_fail(context, EKV_ERROR_OUT_OF_MEMORY, "out of memory: %zu bytes to find a basis", bytes);
+    if (!u->memory) return EKV_ERROR_OUT_OF_MEMORY;
     u->usable = (uint8_t *)u->memory + u->trainer_bytes * (size_t)heads;
     ekv_parallel(context, heads, check_head, u);
-    int32_t wrong = 0;
-    while (wrong < heads && u->usable[wrong]) wrong++;
-    if (wrong == heads) {
+    u->wrong = 0;
+    while (u->wrong < heads && u->usable[u->wrong]) u->wrong++;
+    if (u->wrong == heads) {
         ekv_sketch_clear(u->index);
         for (int64_t s = 0; s * stretch_tokens < u->length; s++) find_center(context, u, s);
         ekv_parallel(context, heads, train_head, u);
     }
     ekv_release(&context->allocator, u->memory, bytes);
-    if (wrong < heads)
-        return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "kv: a key of KV head %d is not finite, or above %g: no basis can be found",
-                        (int)wrong, LARGEST);
+    if (u->wrong < heads) return EKV_ERROR_INVALID_ARGUMENT;
     bool ok = true;
     for (int32_t h = 0; h < heads; h++) ok = ok && u->index->bases[h].codes > 0;
     if (ok) return EKV_OK;
     ekv_sketch_clear(u->index);
-    return ekv_fail(context, EKV_ERROR_INTERNAL, "the axes of a basis could not be stored");
+    return EKV_ERROR_INTERNAL; /* the axes could not be stored */
 }
 
 /* Counts the n tokens that were encoded last into the window, and closes it when it is full. */
@@ -551,13 +550,18 @@ void ekv_sketch_update(ekv_context *context, ekv_index *index, const ekv_kernels
     if (!index->codes) return;
     update u = {.kernels = kernels, .index = index, .kv = kv, .table = block_table, .base = base, .length = length};
     int64_t from = first;
+    u.first_page = first / kv->page_size;
+    u.end_page = ekv_ceil_div(ekv_min64(first + count, length), kv->page_size);
+    if (u.end_page > index->shape.blocks) { /* a table that names blocks twice: there are no centers for so many pages */
+        for (int64_t page = u.first_page; page < u.end_page; page++) index->sketched[block_at(&u, page)] = 0;
+        return;
+    }
     if (!index->bases[0].codes) {
         /* Without a basis, since memory is short or a key not finite, nothing is sketched: the next update tries again. */
-        if (length < TRAINING || train(context, &u) != EKV_OK) return;
+        if (length < TRAINING || length > index->shape.blocks * kv->page_size || train(context, &u) != EKV_OK) return;
         from = 0; /* everything that this sequence has is sketched now */
     }
     u.first_page = from / kv->page_size;
-    u.end_page = ekv_ceil_div(ekv_min64(first + count, length), kv->page_size);
     sketch_pages(context, &u, from);
 }
 
@@ -565,7 +569,12 @@ ekv_status ekv_sketch_find(ekv_context *context, ekv_index *index, const ekv_ker
                            const int32_t *block_table, int64_t length) {
     update u = {.kernels = kernels, .index = index, .kv = kv, .table = block_table, .length = length};
     const ekv_status status = train(context, &u);
-    if (status != EKV_OK) return status;
+    if (status == EKV_ERROR_INVALID_ARGUMENT)
+        return ekv_fail(context, status, "kv: a key of KV head %d is not finite, or above %g: no basis can be found", (int)u.wrong,
+                        LARGEST);
+    if (status != EKV_OK)
+        return ekv_fail(context, status, "no basis was found: %s",
+                        status == EKV_ERROR_OUT_OF_MEMORY ? "out of memory" : "its axes are degenerate");
     u.end_page = ekv_ceil_div(length, kv->page_size);
     sketch_pages(context, &u, 0);
     return EKV_OK;

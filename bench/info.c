@@ -5,6 +5,7 @@
  */
 #include "command.h"
 
+#include "dispatch/internal.h"
 #include "entmaxkv/kernels.h"
 
 #include <cjson/cJSON.h>
@@ -178,6 +179,8 @@ static cJSON *collect(char *message, size_t size) {
         cJSON_AddStringToObject(json, "backend", ekv_context_backend(context));
         cJSON_AddStringToObject(json, "backend_reason", ekv_context_backend_reason(context));
         cJSON_AddNumberToObject(json, "threads", ekv_context_threads(context));
+        char nodes[256];
+        if (ekv_placement_nodes(context, nodes, sizeof nodes) > 0) cJSON_AddStringToObject(json, "placement_nodes", nodes);
         ekv_context_destroy(context);
     } else {
         cJSON_AddStringToObject(json, "error", message);
@@ -241,6 +244,11 @@ static void print_text(const cJSON *json) {
         print_bytes(number_of(item, "bytes"));
         putchar('\n');
     }
+    const char *nodes = text_of(json, "placement_nodes");
+    if (strpbrk(nodes, ",-"))
+        printf("placement: first touch and interleaving spread a managed cache over NUMA nodes %s\n", nodes);
+    else if (nodes[0])
+        printf("placement: of no effect on a managed cache, all of whose threads are on NUMA node %s\n", nodes);
     puts("GPUs: none");
 }
 

@@ -85,11 +85,11 @@ START_TEST(nodes_of_synthetic_machines) {
         {"package:2 [numa] core:4 pu:2", "100", ""}, /* CPUs that the machine does not have */
         {"package:2 die:4 [numa] core:2 pu:1", NULL, "0-7"},
         {"package:2 die:4 [numa] core:2 pu:1", "2-5,14", "1-2,7"},
-        /* A second kind of memory: at the same CPUs, at a package, at the whole machine. */
-        {"package:2 [numa(indexes=0,2)] [numa(indexes=1,3)] core:4 pu:1", NULL, "0,2"},
-        {"package:2 [numa(indexes=4,5)] die:2 [numa(indexes=0,1,2,3)] core:2 pu:1", NULL, "0-3"},
-        {"package:2 [numa(indexes=4,5)] die:2 [numa(indexes=0,1,2,3)] core:2 pu:1", "4-7", "2-3"},
-        {"[numa(indexes=7)] package:2 [numa(indexes=0,1)] core:4 pu:1", NULL, "0-1"},
+        /* A second kind of memory: at the same CPUs, at a package, at the whole machine (hwloc numbers the nodes, innermost first). */
+        {"package:2 [numa] [numa] core:4 pu:1", NULL, "0,2"},
+        {"package:2 [numa] die:2 [numa] core:2 pu:1", NULL, "0-1,3-4"},
+        {"package:2 [numa] die:2 [numa] core:2 pu:1", "4-7", "3-4"},
+        {"[numa] package:2 [numa] core:4 pu:1", NULL, "0-1"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         hwloc_topology_t topology;
@@ -105,7 +105,7 @@ END_TEST
 START_TEST(disallowed_nodes_and_cpus_do_not_count) {
     hwloc_topology_t topology;
     hwloc_bitmap_t cpus = hwloc_bitmap_alloc(), nodes = hwloc_bitmap_alloc();
-    const char *machine = "package:3 [numa(indexes=0,2,4)] [numa(indexes=1,3,5)] core:4 pu:1";
+    const char *machine = "package:3 [numa] [numa] core:4 pu:1";
     EXPECT(hwloc_topology_init(&topology) == 0, "hwloc_topology_init");
     EXPECT(hwloc_topology_set_flags(topology, HWLOC_TOPOLOGY_FLAG_INCLUDE_DISALLOWED) == 0, "flags");
     EXPECT(hwloc_topology_set_synthetic(topology, machine) == 0 && hwloc_topology_load(topology) == 0, "machine");
@@ -295,9 +295,10 @@ static size_t data_bytes(void) { return (size_t)LAYERS * HEADS * BLOCKS * PAGE *
 START_TEST(first_touch_takes_all_memory_on_several_nodes) {
     maps m = {.count = 0};
     size_t all;
-    unsigned char *fresh = maps_allocate(&m, 64 * 4096, 64);
-    const bool seen = resident(fresh, 64 * 4096, &all) == 0; /* some kernels call every mapped page resident */
-    maps_release(&m, fresh, 64 * 4096);
+    const size_t probe = 64 * ekv_memory_page();
+    unsigned char *fresh = maps_allocate(&m, probe, 64);
+    const bool seen = resident(fresh, probe, &all) == 0; /* some kernels call every mapped page resident */
+    maps_release(&m, fresh, probe);
     maps_free(&m);
     for (int nodes = 0; nodes <= 2; nodes++) { /* 0: unchanged default placement on two nodes */
         case_begin("first_touch_takes_all_memory_on_several_nodes", (uint64_t)nodes);
@@ -317,7 +318,8 @@ START_TEST(first_touch_takes_all_memory_on_several_nodes) {
             if (m.of[i].bytes < data_bytes() / 8) continue;
             const size_t count = resident(m.of[i].memory, m.of[i].bytes, &all);
             large++;
-            EXPECT(touches ? count == all : count <= all / 8, "%zu of %zu pages of allocation %d are there", count, all, i);
+            /* The creation itself writes counts and bases. */
+            EXPECT(touches ? count == all : count <= all / 4, "%zu of %zu pages of allocation %d are there", count, all, i);
         }
         EXPECT(!seen || large == 2 + LAYERS, "%d large allocations: keys, values, %d indexes", large, LAYERS);
         ekv_cache_destroy(cache);
@@ -351,8 +353,9 @@ START_TEST(interleaving_is_of_the_cache_alone) {
     EXPECT(hwloc_topology_init(&topology) == 0 && hwloc_topology_load(topology) == 0, "topology");
     maps m = {.count = 0};
     pool p = {0, 0};
-    unsigned char *other = maps_allocate(&m, 16 * 4096, 64);
-    const bool may = hwloc_set_area_membind(topology, other, 8 * 4096, hwloc_topology_get_topology_nodeset(topology),
+    const size_t half = 8 * ekv_memory_page();
+    unsigned char *other = maps_allocate(&m, 2 * half, 64);
+    const bool may = hwloc_set_area_membind(topology, other, half, hwloc_topology_get_topology_nodeset(topology),
                                             HWLOC_MEMBIND_INTERLEAVE, HWLOC_MEMBIND_BYNODESET) == 0 &&
                      hwloc_get_membind(topology, nodes_before, &before, HWLOC_MEMBIND_BYNODESET | HWLOC_MEMBIND_THREAD) == 0;
     EXPECT(hwloc_get_cpubind(topology, cpus, HWLOC_CPUBIND_PROCESS) == 0, "hwloc_get_cpubind");
@@ -376,8 +379,8 @@ START_TEST(interleaving_is_of_the_cache_alone) {
             EXPECT(m.of[i].released == (released == 1), "allocation %d was%s released", i, released ? " not" : "");
         }
         EXPECT(large == 2 + LAYERS, "%d large allocations", large);
-        EXPECT(policy_of(topology, other, 8 * 4096, nodes) == HWLOC_MEMBIND_INTERLEAVE, "the caller's memory changed");
-        EXPECT(policy_of(topology, other + 8 * 4096, 8 * 4096, nodes) != HWLOC_MEMBIND_INTERLEAVE, "the caller's memory changed");
+        EXPECT(policy_of(topology, other, half, nodes) == HWLOC_MEMBIND_INTERLEAVE, "the caller's memory changed");
+        EXPECT(policy_of(topology, other + half, half, nodes) != HWLOC_MEMBIND_INTERLEAVE, "the caller's memory changed");
         EXPECT(hwloc_get_membind(topology, nodes, &after, HWLOC_MEMBIND_BYNODESET | HWLOC_MEMBIND_THREAD) == 0, "hwloc_get_membind");
         EXPECT(before == after && hwloc_bitmap_isequal(nodes, nodes_before), "the thread's policy is %d, was %d", (int)after, (int)before);
         if (!released) {
@@ -389,7 +392,7 @@ START_TEST(interleaving_is_of_the_cache_alone) {
     EXPECT(hwloc_get_cpubind(topology, now, HWLOC_CPUBIND_PROCESS) == 0 && hwloc_bitmap_isequal(now, cpus), "the CPU binding changed");
     ekv_cache_destroy(cache);
     ekv_context_destroy(context);
-    maps_release(&m, other, 16 * 4096);
+    maps_release(&m, other, 2 * half);
     maps_free(&m);
     hwloc_bitmap_free(now);
     hwloc_bitmap_free(cpus);

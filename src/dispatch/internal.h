@@ -149,6 +149,8 @@ int ekv_cores_of(void *topology, void *process);
 /* Puts the memory of a cache that was just made where its parameters say, and undoes that before the memory is released. */
 ekv_status ekv_cache_place(ekv_context *context, ekv_cache *cache);
 void ekv_cache_unplace(ekv_cache *cache);
+/* How many nodes a cache of this context can be spread over, and a list of them ("0-1,4") as text; 0, without text: unknown. */
+int ekv_placement_nodes(ekv_context *context, char *text, size_t size);
 #if EKV_WITH_HWLOC
 /* Sets the hwloc_nodeset_t `nodes` to those of a loaded hwloc_topology_t that threads on the allowed CPUs in the hwloc_cpuset_t
  * `process` (NULL: all) get memory from first, and returns how many.  Of several kinds of memory at the same CPUs the first counts. */

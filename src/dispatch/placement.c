@@ -119,6 +119,18 @@ static hwloc_topology_t load(ekv_context *context, hwloc_nodeset_t nodes, int *c
     return topology;
 }
 
+int ekv_placement_nodes(ekv_context *context, char *text, size_t size) {
+    int count = 0;
+    hwloc_nodeset_t nodes = hwloc_bitmap_alloc();
+    hwloc_topology_t topology = nodes ? load(context, nodes, &count) : NULL;
+    if (topology) {
+        hwloc_bitmap_list_snprintf(text, size, nodes);
+        hwloc_topology_destroy(topology);
+    }
+    hwloc_bitmap_free(nodes);
+    return count;
+}
+
 /* Sets the policy of every area; 0, or what went wrong. */
 static int bind(const ekv_cache *cache, hwloc_const_nodeset_t nodes, hwloc_membind_policy_t policy) {
     area a;
@@ -167,4 +179,11 @@ ekv_status ekv_cache_place(ekv_context *context, ekv_cache *cache) {
 }
 
 void ekv_cache_unplace(ekv_cache *cache) { (void)cache; }
+
+int ekv_placement_nodes(ekv_context *context, char *text, size_t size) {
+    (void)context;
+    (void)text;
+    (void)size;
+    return 0;
+}
 #endif

@@ -6,6 +6,7 @@
 #include "command.h"
 #include "cuda/cuda.h"
 
+#include "dispatch/internal.h"
 #include "entmaxkv/kernels.h"
 
 #include <cjson/cJSON.h>
@@ -195,6 +196,8 @@ static cJSON *collect(char *message, size_t size) {
         cJSON_AddStringToObject(json, "backend", ekv_context_backend(context));
         cJSON_AddStringToObject(json, "backend_reason", ekv_context_backend_reason(context));
         cJSON_AddNumberToObject(json, "threads", ekv_context_threads(context));
+        char nodes[256];
+        if (ekv_placement_nodes(context, nodes, sizeof nodes) > 0) cJSON_AddStringToObject(json, "placement_nodes", nodes);
         ekv_context_destroy(context);
     } else {
         cJSON_AddStringToObject(json, "error", message);
@@ -258,6 +261,11 @@ static void print_text(const cJSON *json) {
         print_bytes(number_of(item, "bytes"));
         putchar('\n');
     }
+    const char *nodes = text_of(json, "placement_nodes");
+    if (strpbrk(nodes, ",-"))
+        printf("placement: first touch and interleaving spread a managed cache over NUMA nodes %s\n", nodes);
+    else if (nodes[0])
+        printf("placement: of no effect on a managed cache, all of whose threads are on NUMA node %s\n", nodes);
     const cJSON *gpus = cJSON_GetObjectItemCaseSensitive(json, "gpus");
     const bool cuda = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(build, "cuda"));
     if (cJSON_GetArraySize(gpus) == 0) puts(cuda ? "GPUs: none" : "GPUs: not looked for, since this build has no CUDA");

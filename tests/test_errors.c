@@ -546,6 +546,10 @@ START_TEST(cache_arguments) {
     check_cache_error(context, params, "max_length", "-5");
     params = cache_params(), params.statistics = 16;
     check_cache_error(context, params, "statistics", "0x10");
+    params = cache_params(), params.placement = (ekv_placement)3;
+    check_cache_error(context, params, "placement", "3");
+    params = cache_params(), params.placement = (ekv_placement)-1;
+    check_cache_error(context, params, "placement", "-1");
     params = cache_params();
     ekv_cache *cache = NULL;
     EXPECT_STATUS(context, EKV_ERROR_INVALID_ARGUMENT, ekv_cache_create(context, NULL, &cache));

@@ -39,6 +39,8 @@ int main(void) {
            "cache: pages of 16, one layer");
     expect(ekv_cache_params_default().max_sequences == 1 && ekv_cache_params_default().statistics == 7,
            "one sequence, all statistics");
+    expect(ekv_cache_params_default().placement == EKV_PLACEMENT_DEFAULT && offsetof(ekv_cache_params, placement) >= 64,
+           "no placement, in a field past the padding of the first version's struct");
     expect(ekv_index_params_default().statistics == 7 && ekv_index_params_default().page_size == 16, "index: all statistics");
     expect(ekv_append_params_default().dtype == EKV_F32, "rows to append are f32");
     expect(strlen(ekv_strerror(EKV_OK)) > 0, "EKV_OK has a text");

@@ -28,6 +28,11 @@ START_TEST(info) {
     EXPECT_TOOL("", "info", 0, "reference  available");
     EXPECT_TOOL("", "info", 0, "threads by default:");
     EXPECT_TOOL("", "info --json", 0, "\"backends\":");
+#if EKV_WITH_HWLOC
+    EXPECT_TOOL("HWLOC_SYNTHETIC='numa:1 core:2 pu:1'", "info", 0, "placement: of no effect");
+    EXPECT_TOOL("HWLOC_SYNTHETIC='numa:2 core:2 pu:1'", "info", 0, "over NUMA nodes 0-1");
+    EXPECT_TOOL("HWLOC_SYNTHETIC='numa:3 core:2 pu:1'", "info --json", 0, "\"placement_nodes\":\t\"0-2\"");
+#endif
     EXPECT_TOOL("ENTMAXKV_BACKEND=scalar", "info --json", 0, "asked for by ENTMAXKV_BACKEND");
     EXPECT_TOOL("ENTMAXKV_BACKEND=nonsense", "info", 1, "backend \"nonsense\" is not part of this build; available: ");
     EXPECT_TOOL("ENTMAXKV_BACKEND=nonsense", "info --json", 1, "\"error\":");

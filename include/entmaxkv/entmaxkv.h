@@ -389,6 +389,26 @@ EKV_API ekv_status ekv_index_sketch_fit(ekv_context *context, const ekv_index *i
 
 typedef struct ekv_cache ekv_cache;
 
+/* Where the memory of a cache (keys, values, page statistics) lies on a machine with several NUMA nodes: with DEFAULT a cache that one
+ * thread fills is on that thread's node, and a step is bound by the bandwidth of that node alone.  The others do nothing, at no cost
+ * but that of asking the system once, where the CPUs that this process's threads may use belong to a single node.  None changes a
+ * result, or any binding or memory policy of the process or its threads.
+ *   FIRST_TOUCH  ekv_cache_create writes to every page of the memory from the context's threads, in the spans of 4,096 tokens in which
+ *                they will read it: the system then puts each span on the node of the thread that wrote it.  All memory is taken at
+ *                once, not as the cache fills.  Bind the threads to cores (OMP_PROC_BIND=spread), or they may all begin on one node.
+ *                Without hwloc the nodes are unknown, and the memory is touched on any machine.
+ *   INTERLEAVE   asks the system to place the pages on the nodes in turn, over those from which the process's CPUs get memory first
+ *                (memory of a second kind, slower or faster, at the same CPUs is left out); pages are taken as the cache fills.
+ *                ekv_cache_destroy sets the memory back to the system's default policy before it is released.
+ *                EKV_ERROR_UNSUPPORTED in a build without hwloc, on any machine, and where the system refuses (as some containers do).
+ * With a caller's allocator both act on the memory that it returned, and only on pages that were not written before; INTERLEAVE replaces
+ * a policy that the caller gave to that memory. */
+typedef enum ekv_placement {
+    EKV_PLACEMENT_DEFAULT = 0, /* what the allocator and the system do */
+    EKV_PLACEMENT_FIRST_TOUCH = 1,
+    EKV_PLACEMENT_INTERLEAVE = 2
+} ekv_placement;
+
 typedef struct ekv_cache_params {
     size_t size;
     ekv_dtype dtype; /* storage of keys and values */
@@ -398,11 +418,13 @@ typedef struct ekv_cache_params {
     int32_t max_sequences; /* >= 1 */
     int64_t max_length;    /* longest sequence in tokens; 0: blocks * page_size */
     uint32_t statistics;   /* flags of ekv_statistics, kept current by append and truncate; 0: none */
+    int32_t reserved;      /* not read: in older headers this was padding, with any content */
+    ekv_placement placement;
 } ekv_cache_params;
 
 static inline ekv_cache_params ekv_cache_params_default(void) {
     ekv_cache_params p = {sizeof(ekv_cache_params), EKV_F16, 1, 0, 0, 0, 16, 0, 1, 0,
-                          EKV_STATISTICS_BOX | EKV_STATISTICS_GAUSSIAN | EKV_STATISTICS_NORMS};
+                          EKV_STATISTICS_BOX | EKV_STATISTICS_GAUSSIAN | EKV_STATISTICS_NORMS, 0, EKV_PLACEMENT_DEFAULT};
     return p;
 }
 

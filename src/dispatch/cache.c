@@ -55,6 +55,8 @@ static ekv_status check_params(ekv_context *context, ekv_cache_params *s) {
     VALID(s->blocks >= 1 && s->blocks <= INT32_MAX / s->page_size, "params->blocks is %lld, not in 1..%d", (long long)s->blocks,
           INT32_MAX / s->page_size);
     VALID(s->max_sequences >= 1 && s->max_sequences <= 1 << 20, "params->max_sequences is %d, not in 1..2^20", (int)s->max_sequences);
+    VALID(s->placement == EKV_PLACEMENT_DEFAULT || s->placement == EKV_PLACEMENT_FIRST_TOUCH || s->placement == EKV_PLACEMENT_INTERLEAVE,
+          "params->placement is %d, not an ekv_placement", (int)s->placement);
     VALID(s->max_length >= 0, "params->max_length is %lld, below 0", (long long)s->max_length);
     if (s->max_length == 0 || s->max_length > s->blocks * s->page_size) s->max_length = s->blocks * s->page_size;
     const double rows = (double)s->layers * s->kv_heads * (double)s->blocks * s->page_size;
@@ -66,6 +68,7 @@ void ekv_cache_destroy(ekv_cache *cache) {
     if (!cache) return;
     const ekv_allocator allocator = cache->allocator;
     const ekv_cache_params *s = &cache->shape;
+    ekv_cache_unplace(cache);
     if (cache->indexes)
         for (int32_t layer = 0; layer < s->layers; layer++) ekv_index_destroy(cache->indexes[layer]);
     ekv_release(&allocator, cache->indexes, (size_t)s->layers * sizeof *cache->indexes);
@@ -132,6 +135,7 @@ ekv_status ekv_cache_create(ekv_context *context, const ekv_cache_params *params
     status = allocate_arrays(cache) ? create_indexes(context, cache)
                                     : ekv_fail(context, EKV_ERROR_OUT_OF_MEMORY, "out of memory: %zu bytes for keys and values",
                                                cache->k_bytes + cache->v_bytes);
+    if (status == EKV_OK) status = ekv_cache_place(context, cache);
     if (status != EKV_OK) {
         ekv_cache_destroy(cache);
         return status;

@@ -97,6 +97,7 @@ struct ekv_cache {
     int64_t *lengths;     /* [max_sequences][layers] */
     int32_t *free_blocks; /* stack */
     int64_t free_count;
+    void *topology;       /* hwloc's, while the memory is interleaved */
 };
 
 /* ---- context.c ---- */
@@ -143,6 +144,19 @@ int32_t ekv_threads_for(int cores, int cpus, double quota);
 int ekv_cores_of(void *topology, void *process);
 #endif
 
+/* ---- placement.c ---- */
+
+/* Puts the memory of a cache that was just made where its parameters say, and undoes that before the memory is released. */
+ekv_status ekv_cache_place(ekv_context *context, ekv_cache *cache);
+void ekv_cache_unplace(ekv_cache *cache);
+/* How many nodes a cache of this context can be spread over, and a list of them ("0-1,4") as text; 0, without text: unknown. */
+int ekv_placement_nodes(ekv_context *context, char *text, size_t size);
+#if EKV_WITH_HWLOC
+/* Sets the hwloc_nodeset_t `nodes` to those of a loaded hwloc_topology_t that threads on the allowed CPUs in the hwloc_cpuset_t
+ * `process` (NULL: all) get memory from first, and returns how many.  Of several kinds of memory at the same CPUs the first counts. */
+int ekv_nodes_of(void *topology, void *process, void *nodes);
+#endif
+
 /* ---- platform.c ---- */
 
 /* CPUs' worth of time that the cgroups of this process grant; 0: no limit.  `root` is where cgroups are mounted, usually
@@ -151,7 +165,7 @@ int ekv_cores_of(void *topology, void *process);
 double ekv_cpu_quota(const char *root, const char *self);
 /* Logical CPUs in this process's affinity mask. */
 int ekv_allowed_cpus(void);
-/* For conformance: bytes of a page of memory, and memory of `span` bytes, a multiple of it, between inaccessible pages; NULL if there
+/* Bytes of a page of memory; and for conformance memory of `span` bytes, a multiple of it, between inaccessible pages; NULL if there
  * is none. */
 size_t ekv_memory_page(void);
 unsigned char *ekv_guarded_allocate(size_t span);

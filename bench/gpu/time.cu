@@ -173,6 +173,7 @@ static ekv_decode_params step_of(const bench &b, const char *policy, int64_t n, 
     if (!strcmp(policy, "softmax")) p.alpha = 1.0;
     if (!strcmp(policy, "topk")) p.policy = EKV_POLICY_TOPK;
     if (!strcmp(policy, "gaussian")) p.policy = EKV_POLICY_GAUSSIAN;
+    if (!strcmp(policy, "certified")) p.policy = EKV_POLICY_CERTIFIED;
     return p;
 }
 
@@ -363,7 +364,7 @@ int main(int argc, char **argv) {
            b.o.heads, b.o.group, b.o.dim, b.o.page, b.o.by_heads ? "heads" : "tokens", b.o.clusters ? "clusters" : "random",
            b.bandwidth * 1e-12, (long long)b.o.most, build);
     printf("policy      tokens  graph ms  calls ms         MB   dense  floor ms   share   support  rel error\n");
-    const char *const policies[] = {"softmax", "full", "gaussian", "topk"};
+    const char *const policies[] = {"softmax", "full", "gaussian", "topk", "certified"};
     for (const char *policy : policies)
         for (int64_t n = b.o.least; n <= b.o.most; n *= n == 4096 ? 8 : n == 524288 ? 2 : 4)
             if (!b.o.only || !strcmp(b.o.only, policy)) row(b, policy, n);

@@ -479,30 +479,42 @@ static double surviving_share(const ekv_step *step, ekv_item *item, const sample
 static double boxed_share(const ekv_step *step, ekv_item *item, int64_t pages, const double *tau) {
     const int64_t stride = ekv_max64(1, pages / 16);
     int64_t seen = 0, next = 0;
+    int32_t page[EKV_PAGE_BATCH];
+    bool needed[EKV_PAGE_BATCH] = {false};
+    float bound[EKV_PAGE_BATCH];
     int looked = 0, ruled_out = 0;
-    for (int32_t p = 0; p < item->pages; p++) {
+    for (int32_t p = 0; p < item->pages && looked < EKV_PAGE_BATCH; p++) {
         if (!item->needed[p] || seen++ != next) continue;
         next += stride;
-        bool needed = false;
-        for (int32_t r = 0; r < item->rows; r++)
-            needed |= p < item->row[r].pages && !((double)ekv_page_bound_of(step, item, &item->row[r], p) <= tau[r]);
-        looked++;
-        ruled_out += !needed;
+        page[looked++] = p;
     }
+    for (int32_t r = 0; r < item->rows; r++) {
+        int n = looked;
+        while (n > 0 && page[n - 1] >= item->row[r].pages) n--;
+        if (n > 0) ekv_page_bounds_at(step, item, &item->row[r], page, n, bound);
+        for (int i = 0; i < n; i++) needed[i] |= !((double)bound[i] <= tau[r]);
+    }
+    for (int i = 0; i < looked; i++) ruled_out += !needed[i];
     item->bytes_statistics += looked * (int64_t)step->index->box_bytes;
     return looked ? (double)ruled_out / looked : 0.0;
 }
 
 static void bound_by_boxes(const ekv_step *step, ekv_item *item) {
-    for (int32_t p = 0; p < item->pages; p++) {
-        if (!item->needed[p]) continue;
+    for (int32_t p = 0; p < item->pages;) {
+        int32_t page[EKV_PAGE_BATCH];
+        float bound[EKV_PAGE_BATCH];
+        int count = 0;
+        for (; p < item->pages && count < EKV_PAGE_BATCH; p++)
+            if (item->needed[p]) page[count++] = p;
         for (int32_t r = 0; r < item->rows; r++) {
             ekv_row *row = &item->row[r];
-            if (p >= row->pages) continue;
-            const float bound = ekv_page_bound_of(step, item, row, p);
-            if (bound < row->bound[p]) row->bound[p] = bound;
+            int n = count;
+            while (n > 0 && page[n - 1] >= row->pages) n--;
+            if (n > 0) ekv_page_bounds_at(step, item, row, page, n, bound);
+            for (int i = 0; i < n; i++)
+                if (bound[i] < row->bound[page[i]]) row->bound[page[i]] = bound[i];
         }
-        item->bytes_statistics += (int64_t)step->index->box_bytes;
+        item->bytes_statistics += count * (int64_t)step->index->box_bytes;
     }
 }
 

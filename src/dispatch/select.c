@@ -15,8 +15,6 @@
 #include <math.h>
 #include <string.h>
 
-#define PAGE_BATCH 128 /* pages in one call of the bound and moments kernels */
-
 /* ---- statistics of a row's pages ---- */
 
 /* Whether the statistics cover all of the page's tokens that the row sees; an unknown page does not. */
@@ -33,10 +31,10 @@ static void page_ends(const ekv_step *step, const ekv_row *row, int64_t page, in
 }
 
 void ekv_page_bounds_of(const ekv_step *step, const ekv_item *item, ekv_row *row, int64_t page, int64_t end) {
-    for (end = ekv_min64(end, row->pages); page < end; page += PAGE_BATCH) {
-        const int n = (int)ekv_min64(PAGE_BATCH, end - page);
-        const void *boxes[PAGE_BATCH];
-        int32_t first[PAGE_BATCH], last[PAGE_BATCH];
+    for (end = ekv_min64(end, row->pages); page < end; page += EKV_PAGE_BATCH) {
+        const int n = (int)ekv_min64(EKV_PAGE_BATCH, end - page);
+        const void *boxes[EKV_PAGE_BATCH];
+        int32_t first[EKV_PAGE_BATCH], last[EKV_PAGE_BATCH];
         for (int i = 0; i < n; i++) boxes[i] = ekv_index_box(step->index, item->head, ekv_block(item, page + i));
         page_ends(step, row, page, n, first, last);
         ekv_bound_args a = {row->q, row->slope, row->q_token, boxes, first, last, n, step->kv.k_dim, row->bound + page};
@@ -46,22 +44,24 @@ void ekv_page_bounds_of(const ekv_step *step, const ekv_item *item, ekv_row *row
     }
 }
 
-float ekv_page_bound_of(const ekv_step *step, const ekv_item *item, const ekv_row *row, int64_t page) {
-    const void *box = ekv_index_box(step->index, item->head, ekv_block(item, page));
-    int32_t first, last;
-    float bound;
-    if (!known(step, item, row, page)) return INFINITY;
-    page_ends(step, row, page, 1, &first, &last);
-    ekv_bound_args a = {row->q, row->slope, row->q_token, &box, &first, &last, 1, step->kv.k_dim, &bound};
+void ekv_page_bounds_at(const ekv_step *step, const ekv_item *item, const ekv_row *row, const int32_t *page, int n, float *bound) {
+    const void *boxes[EKV_PAGE_BATCH];
+    int32_t first[EKV_PAGE_BATCH], last[EKV_PAGE_BATCH];
+    for (int i = 0; i < n; i++) {
+        boxes[i] = ekv_index_box(step->index, item->head, ekv_block(item, page[i]));
+        page_ends(step, row, page[i], 1, first + i, last + i);
+    }
+    ekv_bound_args a = {row->q, row->slope, row->q_token, boxes, first, last, n, step->kv.k_dim, bound};
     step->kernels->bound[step->kv.dtype](&a);
-    return bound;
+    for (int i = 0; i < n; i++)
+        if (!known(step, item, row, page[i])) bound[i] = INFINITY;
 }
 
 void ekv_page_moments_of(const ekv_step *step, const ekv_item *item, ekv_row *row, int64_t page, int64_t end) {
-    for (end = ekv_min64(end, row->pages); page < end; page += PAGE_BATCH) {
-        const int n = (int)ekv_min64(PAGE_BATCH, end - page);
-        const void *moments[PAGE_BATCH];
-        int32_t first[PAGE_BATCH], last[PAGE_BATCH];
+    for (end = ekv_min64(end, row->pages); page < end; page += EKV_PAGE_BATCH) {
+        const int n = (int)ekv_min64(EKV_PAGE_BATCH, end - page);
+        const void *moments[EKV_PAGE_BATCH];
+        int32_t first[EKV_PAGE_BATCH], last[EKV_PAGE_BATCH];
         for (int i = 0; i < n; i++) moments[i] = ekv_index_moments(step->index, item->head, ekv_block(item, page + i));
         page_ends(step, row, page, n, first, last);
         ekv_gaussian_args a = {row->q, row->slope, row->q_token, moments, first, last, n, step->kv.k_dim, row->mean + page,

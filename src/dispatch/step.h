@@ -124,7 +124,9 @@ void ekv_page_moments_of(const ekv_step *step, const ekv_item *item, ekv_row *ro
 void ekv_statistics(const ekv_step *step, ekv_item *item, int32_t span);
 void ekv_select_row(const ekv_step *step, const ekv_item *item, ekv_row *row);
 void ekv_select_item(const ekv_step *step, ekv_item *item);
-float ekv_page_bound_of(const ekv_step *step, const ekv_item *item, const ekv_row *row, int64_t page); /* from its box */
+#define EKV_PAGE_BATCH 128 /* pages in one call of the bound and moments kernels */
+/* From the boxes of n <= EKV_PAGE_BATCH pages, all of which the row sees. */
+void ekv_page_bounds_at(const ekv_step *step, const ekv_item *item, const ekv_row *row, const int32_t *page, int n, float *bound);
 /* The quantile function of the standard normal distribution, 0 < p < 1. */
 double ekv_normal_quantile(double p);
 

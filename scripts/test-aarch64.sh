@@ -2,7 +2,7 @@
 # Cross-compiles for 64-bit Arm and runs the tests under qemu's user emulation.
 # SPDX-License-Identifier: Apache-2.0
 #
-#   scripts/test-aarch64.sh [options for cmake]     for instance -DENTMAXKV_OPENMP=ON -DENTMAXKV_SLEEF=ON
+#   scripts/test-aarch64.sh [options for cmake]     for instance -DENTMAXKV_OPENMP=ON
 #
 # Debian and Ubuntu have cross-compilers, but no cross-compiled libraries for them: the few that the tests link are fetched with
 # apt's own means for the arm64 architecture and unpacked in build/aarch64-root; the system's list of architectures and

@@ -217,9 +217,14 @@ int64_t case_first(void) {
 }
 
 int64_t case_end(int64_t count) {
-    if (run_case >= 0) {
-        return run_case + 1;
-    }
+    return run_case >= 0 ? run_case + 1 : case_share(count);
+}
+
+int64_t case_end_of_list(int64_t count) {
+    return run_case >= 0 ? run_case + 1 : count;
+}
+
+int64_t case_share(int64_t count) {
     return count / run_scale > 0 ? count / run_scale : 1;
 }
 

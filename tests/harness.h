@@ -77,6 +77,10 @@ void case_note(const char *format, ...);
 /* The cases to run: all of count / EKV_TEST_SCALE, or the one of EKV_TEST_CASE. */
 int64_t case_first(void);
 int64_t case_end(int64_t count);
+/* The same for a list whose every case has a point of its own: whatever the scale, all of it. */
+int64_t case_end_of_list(int64_t count);
+/* count / EKV_TEST_SCALE, at least 1: repetitions of a case. */
+int64_t case_share(int64_t count);
 #define FOR_CASES(index, count) for (int64_t index = case_first(); index < case_end(count); index++)
 
 /* ---- Memory between guard pages --------------------------------------------------------------------------------------- */

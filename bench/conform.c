@@ -29,6 +29,7 @@ static const char help[] = "Usage: entmaxkv conform [OPTION]...\n"
                            "  --require NAME   fail if this backend cannot run here; may be repeated\n"
                            "  --thorough       the whole grid of cases; the default is a sample of it that\n"
                            "                   holds every value of every parameter\n"
+                           "  --pairwise       cases that hold every pair of values of two parameters\n"
                            "  --list           print the cases and run nothing\n"
                            "  --verbose        print each case, not only failures and totals\n"
                            "  --json           one JSON object a line: a case each, then the summary\n"
@@ -174,13 +175,14 @@ static void print_summary(const run *r, const ekv_conform_summary *s, double sec
 
 /* Exit status, or -1 to go on. */
 static int parse(int argc, char **argv, run *r) {
-    enum { BACKEND, KERNEL, CASE, SEED, REQUIRE, THOROUGH, LIST, VERBOSE, JSON, HELP };
+    enum { BACKEND, KERNEL, CASE, SEED, REQUIRE, THOROUGH, PAIRWISE, LIST, VERBOSE, JSON, HELP };
     static const struct option options[] = {{"backend", required_argument, NULL, BACKEND},
                                             {"kernel", required_argument, NULL, KERNEL},
                                             {"case", required_argument, NULL, CASE},
                                             {"seed", required_argument, NULL, SEED},
                                             {"require", required_argument, NULL, REQUIRE},
                                             {"thorough", no_argument, NULL, THOROUGH},
+                                            {"pairwise", no_argument, NULL, PAIRWISE},
                                             {"list", no_argument, NULL, LIST},
                                             {"verbose", no_argument, NULL, VERBOSE},
                                             {"json", no_argument, NULL, JSON},
@@ -214,6 +216,9 @@ static int parse(int argc, char **argv, run *r) {
             break;
         case THOROUGH:
             r->options.thorough = 1;
+            break;
+        case PAIRWISE:
+            r->options.thorough = 2;
             break;
         case LIST:
             r->options.list = 1;

@@ -440,10 +440,78 @@ START_TEST(sample_holds_every_value) {
 }
 END_TEST
 
+/* Every pair of values of two axes stands in a case of the pairwise list; "axis" is the place in a case's text. */
+enum { PAIR_AXES = 12, PAIR_VALUES = 64 };
+typedef struct pair_table {
+    char *value[PAIR_AXES][PAIR_VALUES];
+    int n[PAIR_AXES], axes;
+    bool seen[PAIR_AXES][PAIR_VALUES][PAIR_AXES][PAIR_VALUES];
+    int64_t cases;
+} pair_table;
+
+static void collect_pairs(void *user, const ekv_conform_result *result) {
+    pair_table *t = user;
+    char text[256];
+    int index[PAIR_AXES], axes = 0;
+    snprintf(text, sizeof text, "%s", result->text);
+    for (char *part = strtok(text, ","); part; part = strtok(NULL, ","), axes++) {
+        EXPECT(axes < PAIR_AXES, "too many axes");
+        int i = 0;
+        while (i < t->n[axes] && strcmp(t->value[axes][i], part) != 0)
+            i++;
+        if (i == t->n[axes]) {
+            EXPECT(i < PAIR_VALUES, "too many values");
+            t->value[axes][i] = malloc(strlen(part) + 1);
+            memcpy(t->value[axes][t->n[axes]++], part, strlen(part) + 1);
+        }
+        index[axes] = i;
+    }
+    t->axes = axes;
+    t->cases++;
+    for (int a = 0; a < axes; a++)
+        for (int b = 0; b < axes; b++)
+            t->seen[a][index[a]][b][index[b]] = true;
+}
+
+START_TEST(pairwise_holds_every_pair) {
+#define NAME(kernel, description) #kernel,
+    static const char *const kernels[] = {EKV_TYPED_KERNELS(NAME) EKV_PLAIN_KERNELS(NAME) "entmax", "policy-full",
+                                          "policy-certified"};
+#undef NAME
+    for (size_t i = 0; i < sizeof kernels / sizeof kernels[0]; i++) {
+        pair_table *t = calloc(1, sizeof *t);
+        values *all = list_cases(kernels[i], 1);
+        ekv_conform_options o = ekv_conform_options_default();
+        o.backend = "scalar";
+        o.kernel = kernels[i];
+        o.list = 1;
+        o.thorough = 2;
+        o.result = collect_pairs;
+        o.user = t;
+        EXPECT(ekv_conform(&o, NULL, NULL, 0) == EKV_OK, "ekv_conform");
+        int total = 0;
+        for (int a = 0; a < t->axes; a++)
+            total += t->n[a];
+        EXPECT(total == all->count, "%s: the pairwise list holds %d of %d values", kernels[i], total, all->count);
+        for (int a = 0; a < t->axes; a++)
+            for (int b = a + 1; b < t->axes; b++)
+                for (int v = 0; v < t->n[a]; v++)
+                    for (int w = 0; w < t->n[b]; w++)
+                        EXPECT(t->seen[a][v][b][w], "%s: no case has \"%s\" with \"%s\"", kernels[i], t->value[a][v], t->value[b][w]);
+        EXPECT(t->cases <= all->cases, "%s: %lld cases, the whole grid has %lld", kernels[i], (long long)t->cases, (long long)all->cases);
+        for (int a = 0; a < t->axes; a++)
+            for (int v = 0; v < t->n[a]; v++)
+                free(t->value[a][v]);
+        free(t);
+        free_values(all);
+    }
+}
+END_TEST
+
 int main(void) {
     const test_entry tests[] = {TEST_ENTRY(backends_pass),           TEST_ENTRY(mistakes_are_caught),
                                 TEST_ENTRY(the_kernel_is_named),     TEST_ENTRY(gaps_are_unsupported),
                                 TEST_ENTRY(options_are_checked),     TEST_ENTRY(handlers_are_restored),
-                                TEST_ENTRY(sample_holds_every_value)};
+                                TEST_ENTRY(sample_holds_every_value), TEST_ENTRY(pairwise_holds_every_pair)};
     return HARNESS_MAIN("test_conform", tests);
 }

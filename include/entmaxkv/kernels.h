@@ -307,7 +307,8 @@ typedef struct ekv_conform_options {
     int64_t number;           /* only the case of that number; -1: all */
     const char *text;         /* only cases whose text contains this; NULL: all */
     uint64_t seed;            /* of the numbers in the cases */
-    int32_t thorough;         /* 0: a sample of each kernel's grid that holds every value of every axis; 1: the whole grid */
+    int32_t thorough;         /* 0: a sample of each kernel's grid that holds every value of every axis; 1: the whole grid; 2: cases
+                                 that together hold every pair of values of two axes */
     int32_t list;             /* 1: report what would run, as passed, and run nothing */
     void (*result)(void *user, const ekv_conform_result *result); /* called after each case; may be NULL */
     void *user;

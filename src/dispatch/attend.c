@@ -254,7 +254,8 @@ static void merge_lists(const ekv_step *step, const ekv_item *item, ekv_row *row
     row->list_count = count;
 }
 
-/* Softmax: the log of the sum over the spans, and each span's weight in `sum` (its share is sum * exp(z_max - top)). */
+/* Softmax: the sum over the spans, whose shares are exp(z_max - top) / total.  tau is its log, which huge scores swallow: no weight is
+ * made from it. */
 static void finish_softmax(const ekv_item *item, ekv_row *row) {
     const ekv_part *part = &item->part[(int64_t)(row - item->row) * item->spans];
     float top = -INFINITY;
@@ -262,6 +263,8 @@ static void finish_softmax(const ekv_item *item, ekv_row *row) {
     for (int32_t s = 0; s < item->spans; s++) top = part[s].z_max > top || part[s].z_max != part[s].z_max ? part[s].z_max : top;
     for (int32_t s = 0; s < item->spans; s++)
         if (part[s].used) total += part[s].sum * ekv_exp((double)part[s].z_max - (double)top);
+    row->top = (double)top;
+    row->total = total;
     row->tau = top == -INFINITY ? -INFINITY : (double)top + ekv_log(total);
     row->support = top == -INFINITY ? 0 : row->read_tokens;
 }
@@ -348,7 +351,7 @@ static void add_spans(const ekv_step *step, const ekv_item *item, const ekv_row 
         const ekv_part *part = &item->part[first + s];
         if (!part->used) continue;
         const float *values = item->values + (size_t)(first + s) * stride;
-        const double factor = row->softmax ? ekv_exp((double)part->z_max - row->tau) : 1.0;
+        const double factor = row->softmax ? ekv_exp((double)part->z_max - row->top) / row->total : 1.0;
         for (int32_t d = 0; d < dim; d++) sum[d] += factor * (double)values[d];
     }
     for (int32_t d = 0; d < dim; d++) out[d] = isnan(row->tau) ? NAN : (float)sum[d];

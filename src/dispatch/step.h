@@ -77,6 +77,7 @@ typedef struct ekv_row {
     uint16_t limit, take;  /* sums at or below limit are ruled out; the next round reads sums above take */
     /* results */
     double tau, mass, error;
+    double top, total;     /* softmax: the largest score and the sum of exp(z - top) */
     bool certified;        /* nothing unread can be in the support */
     int64_t support, read_tokens, read_pages;
     int64_t list_count;    /* support list in list_z, list_token, weight */

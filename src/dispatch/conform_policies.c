@@ -31,7 +31,7 @@ static const char *const device_shapes[] = {"group 1 page 8",  "group 1 page 16"
                                             "group 3 page 32", "group 8 page 16", "group 12 page 256"};
 static const int device_groups[] = {1, 1, 2, 3, 8, 12}, device_page_sizes[] = {8, 16, 64, 32, 16, 256};
 static const int device_dims[] = {1, 33, 64, 128, 192, 320};
-static const char *const biases[] = {"no slopes, 1 query", "slopes, 3 queries"};
+static const char *const biases[] = {"no slopes and 1 query", "slopes and 3 queries"};
 
 enum { AXIS_DTYPE, AXIS_DIM, AXIS_SHAPE, AXIS_LENGTH, AXIS_ALPHA, AXIS_CONTENT, AXIS_BIAS };
 

@@ -12,9 +12,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#if defined(_OPENMP)
-#  include <omp.h>
-#endif
 #if EKV_WITH_HWLOC
 #  include <hwloc.h>
 #endif

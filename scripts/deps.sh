@@ -6,7 +6,7 @@
 #   scripts/deps.sh [GROUP ...]
 #
 # Groups: build  compiler, CMake, and the packages of the library and the examples
-#         test   the unit test framework
+#         test   the unit test framework, and gnuplot for plots of the benchmark
 #         clang  clang and its OpenMP
 #         cross  the compiler and the emulator for 64-bit Arm
 #         lint   shellcheck
@@ -25,6 +25,7 @@ build  libhwloc-dev              module   hwloc
 build  libcjson-dev              module   libcjson
 build  libopenblas-dev           module   openblas
 test   check                     module   check
+test   gnuplot-nox               program  gnuplot
 clang  clang                     program  clang clang++
 clang  libomp-dev                clang-openmp
 cross  gcc-aarch64-linux-gnu     program  aarch64-linux-gnu-gcc

@@ -1,6 +1,7 @@
 /*
  * The example's language model: its logits against the float64 reference with every KV type, one token at a time against
- * chunks, what `record` writes, and files that are cut short, wrong or malicious: a clear error that names the file and the tensor, never a crash.
+ * chunks, what `record` writes, and files that are cut short, wrong or malicious: a clear error that names the file and the tensor,
+ * never a crash.
  *
  * SPDX-License-Identifier: Apache-2.0
  */

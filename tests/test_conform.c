@@ -41,13 +41,14 @@ static void on_result(void *user, const ekv_conform_result *result) {
     }
 }
 
-static outcome run_table(const ekv_kernels *table, const char *kernel, int64_t number) {
+static outcome run_cases(const ekv_kernels *table, const char *kernel, int64_t number, const char *text) {
     outcome o = {.summary = ekv_conform_summary_default()};
     char message[1400] = "";
     ekv_conform_options options = ekv_conform_options_default();
     options.table = table;
     options.kernel = kernel;
     options.number = number;
+    options.text = text;
     options.result = on_result;
     options.user = &o;
     const ekv_status status = ekv_conform(&options, &o.summary, message, sizeof message);
@@ -55,6 +56,10 @@ static outcome run_table(const ekv_kernels *table, const char *kernel, int64_t n
     EXPECT(o.failures == o.summary.failed, "%lld failures reported, %lld in the summary", (long long)o.failures,
            (long long)o.summary.failed);
     return o;
+}
+
+static outcome run_table(const ekv_kernels *table, const char *kernel, int64_t number) {
+    return run_cases(table, kernel, number, NULL);
 }
 
 /* ---- every backend passes ---- */
@@ -306,11 +311,11 @@ START_TEST(mistakes_are_caught) {
 }
 END_TEST
 
-/* Without a filter the kernel is blamed, and with it nothing but what is built on it. */
+/* Among all kernels and policies the right one is blamed, and with it nothing but what is built on it.  A third of each one's cases. */
 START_TEST(the_kernel_is_named) {
     load_good();
     score_drops_tail();
-    const outcome o = run_table(&bad, NULL, -1);
+    const outcome o = run_cases(&bad, NULL, -1, "memory at the end");
     EXPECT(strcmp(o.kernel, "score") == 0, "%s was blamed first", o.kernel);
     char others[sizeof o.others];
     snprintf(others, sizeof others, "%s", o.others);
@@ -480,7 +485,7 @@ START_TEST(pairwise_holds_every_pair) {
 #undef NAME
     for (size_t i = 0; i < sizeof kernels / sizeof kernels[0]; i++) {
         pair_table *t = calloc(1, sizeof *t);
-        values *all = list_cases(kernels[i], 1);
+        values *all = list_cases(kernels[i], 0); /* which holds every value, see above */
         ekv_conform_options o = ekv_conform_options_default();
         o.backend = "scalar";
         o.kernel = kernels[i];
@@ -498,7 +503,6 @@ START_TEST(pairwise_holds_every_pair) {
                 for (int v = 0; v < t->n[a]; v++)
                     for (int w = 0; w < t->n[b]; w++)
                         EXPECT(t->seen[a][v][b][w], "%s: no case has \"%s\" with \"%s\"", kernels[i], t->value[a][v], t->value[b][w]);
-        EXPECT(t->cases <= all->cases, "%s: %lld cases, the whole grid has %lld", kernels[i], (long long)t->cases, (long long)all->cases);
         for (int a = 0; a < t->axes; a++)
             for (int v = 0; v < t->n[a]; v++)
                 free(t->value[a][v]);

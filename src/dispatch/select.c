@@ -338,11 +338,11 @@ void ekv_statistics(const ekv_step *step, ekv_item *item, int32_t span) {
     for (int32_t r = 0; r < item->rows; r++) {
         if (step->bounds) ekv_page_bounds_of(step, item, &item->row[r], page, end);
         if (step->moments) ekv_page_moments_of(step, item, &item->row[r], page, end);
-        if (step->certified) ekv_certify_bounds(step, item, &item->row[r], page, end);
     }
+    if (step->certified) ekv_certify_bounds(step, item, page, end);
 }
 
-void ekv_select_row(const ekv_step *step, const ekv_item *item, ekv_row *row) {
+void ekv_select_row(const ekv_step *step, ekv_item *item, ekv_row *row) {
     if (!step->sparse || row->pages == 0) return;
     if (step->p.policy == EKV_POLICY_PAGES) {
         select_mask(step, row);

@@ -136,7 +136,7 @@ void ekv_page_moments_of(const ekv_step *step, const ekv_item *item, ekv_row *ro
 ekv_on_span ekv_statistics;
 ekv_on_row ekv_select_row;
 ekv_on_item ekv_select_item;
-#define EKV_PAGE_BATCH 128 /* pages in one call of the bound and moments kernels */
+#define EKV_PAGE_BATCH 256 /* pages in one call of the bound and moments kernels */
 /* From the boxes of n <= EKV_PAGE_BATCH pages, all of which the row sees. */
 void ekv_page_bounds_at(const ekv_step *step, const ekv_item *item, const ekv_row *row, const int32_t *page, int n, float *bound);
 /* The quantile function of the standard normal distribution, 0 < p < 1. */

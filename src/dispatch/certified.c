@@ -241,15 +241,16 @@ static bool page_sketched(const ekv_step *step, const ekv_item *item, int64_t pa
 /* Marks the pages of which some row may need a token, and counts them. */
 static int64_t find_needed(ekv_item *item) {
     uint8_t *restrict needed = item->needed;
-    int32_t count = 0;
-    memset(needed, 0, (size_t)item->pages);
-    for (int32_t r = 0; r < item->rows; r++) {
-        const float *restrict bound = item->row[r].bound, cut = item->row[r].cut;
-        const int32_t pages = item->row[r].pages;
-        for (int32_t p = 0; p < pages; p++) needed[p] |= !(bound[p] <= cut);
-    }
     const int32_t pages = item->pages;
-    for (int32_t p = 0; p < pages; p++) count += needed[p];
+    int32_t count = 0;
+    memset(needed, 0, (size_t)pages);
+    for (int32_t r = 0; r < item->rows && count < pages; r++) {
+        const float *restrict bound = item->row[r].bound, cut = item->row[r].cut;
+        for (int32_t p = 0; p < item->row[r].pages; p++) needed[p] |= !(bound[p] <= cut);
+        count = 0;
+        for (int32_t p = 0; p < pages; p++) count += needed[p];
+    }
+    item->needed_pages = count;
     return count;
 }
 
@@ -713,7 +714,7 @@ static void leave_to_scan(const ekv_step *step, ekv_item *item) {
 void ekv_certify_settle(const ekv_step *step, ekv_item *item) {
     if (item->n == 0) return;
     for (int32_t s = 0; s < item->spans; s++) item->bytes_statistics += item->part[s].boxed * (int64_t)(step->index ? step->index->box_bytes : 0);
-    if (has_bounds(step, item) && (item->use_boxes || !item->use_sketch))
+    if (item->use_boxes || (!item->use_sketch && item->needed_pages < item->pages)) /* else nothing new is ruled out worth a look */
         item->use_sketch &= find_needed(item) * step->kv.page_size >= LEAST_TOKENS;
     if (item->use_boxes || !item->use_sketch) item->bytes_sketch += item->bytes_sampled; /* otherwise they are looked up once more */
     if (!item->use_sketch) leave_to_scan(step, item);
@@ -722,6 +723,7 @@ void ekv_certify_settle(const ekv_step *step, ekv_item *item) {
 void ekv_certify_begin(const ekv_step *step, ekv_item *item) {
     item->use_boxes = item->use_sketch = false;
     item->round = 0;
+    item->needed_pages = item->pages;
     item->bytes_statistics = item->bytes_sketch = item->bytes_sampled = 0;
     if (item->n == 0) return;
     memset(item->read, 0, ((size_t)item->n / 64 + 1) * sizeof *item->read);

@@ -112,6 +112,7 @@ typedef struct ekv_item {
     uint64_t *seen;           /* [n / 64 + 1] union of supports, for the report's bytes */
     uint64_t *read;           /* certified: [n / 64 + 1] a bit for each token whose key was read */
     uint8_t *needed;          /* certified: [pages] what norms and boxes left */
+    int32_t needed_pages;     /* how many */
     bool use_boxes, use_sketch;
     int32_t round;            /* certified: rounds that were read */
     int64_t bytes_statistics, bytes_sketch, bytes_sampled, read_tokens, read_pages;

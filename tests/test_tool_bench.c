@@ -312,8 +312,8 @@ static void check_keys(ekv_context *context, key_kind keys) {
     workload w, same;
     lm_error error = {""};
     EXPECT(workload_create(context, &shape, &w, &error) && workload_create(context, &shape, &same, &error), "%s", error.text);
-    workload_queries(&w, 0, 2, q);
-    workload_queries(&same, 0, 2, again);
+    workload_queries(&w, 0, 2, 1, q);
+    workload_queries(&same, 0, 2, 1, again);
     EXPECT(memcmp(q, again, sizeof q) == 0, "other queries the second time");
     for (int row = 0; row < 8; row++) { /* [batch][kv_heads][group] */
         const int32_t sequence = row / 4, head = row / 2 % 2;
@@ -403,7 +403,7 @@ START_TEST(recordings_are_cut_at_the_end) {
                                   .page_size = 4, .batch = 2, .context = 5, .recording = &r};
     EXPECT(workload_create(context, &shape, &w, &error), "%s", error.text);
     for (int layer = 0; layer < 2; layer++) {
-        workload_queries(&w, layer, 2, q);
+        workload_queries(&w, layer, 2, 1, q);
         for (int b = 0; b < 2; b++) {
             for (int h = 0; h < 4; h++) /* positions 6 and 5 are queries 2 and 1 of the file */
                 EXPECT(q[4 * b + h] == (float)(1000 * layer + 100 * (2 - b) + 10 * h), "query %d of sequence %d is %g", h, b,

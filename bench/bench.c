@@ -483,8 +483,8 @@ static bool open_crew(bench *b, int64_t threads, size_t bytes) {
     c->bandwidth = machine_stream_bandwidth(&c->stream, 7);
     fprintf(notes(b), "read bandwidth: %.2f GB/s with %d thread%s, best of 7 readings of %zu MiB\n", 1e-9 * c->bandwidth, count,
             count == 1 ? "" : "s", bytes >> 20);
-    c->peak = machine_multiply_add_peak(ekv_context_backend(c->context), count, 7);
-    fprintf(notes(b), "multiply-adds: %.1f GFLOP/s fused, %.1f as two instructions, with %d thread%s, best of 7 loops\n",
+    c->peak = machine_multiply_add_peak(ekv_context_backend(c->context), count, 25);
+    fprintf(notes(b), "multiply-adds: %.1f GFLOP/s fused, %.1f as two instructions, with %d thread%s, best of 25 loops\n",
             1e-9 * c->peak.fused, 1e-9 * c->peak.separate, count, count == 1 ? "" : "s");
     return true;
 }

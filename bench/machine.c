@@ -238,7 +238,7 @@ static double time_rounds(float (*loop)(int64_t rounds, float start), int thread
 
 /* Rounds of all threads per second. */
 static double round_rate(float (*loop)(int64_t rounds, float start), int threads, int passes) {
-    const double enough = 0.02; /* seconds, for the clock, and for the threads to start at nearly the same time */
+    const double enough = 0.01; /* seconds: long beside the start of threads, short so that other programs leave some pass alone */
     int64_t rounds = 1000;
     double least = time_rounds(loop, threads, rounds);
     while (least < enough) least = time_rounds(loop, threads, rounds *= 2);

@@ -710,9 +710,8 @@ static void leave_to_scan(const ekv_step *step, ekv_item *item) {
     }
 }
 
-/* What the boxes left: too little for the sketch, or all that it looks at. */
-void ekv_certify_settle(const ekv_step *step, ekv_item *item) {
-    if (item->n == 0) return;
+/* What norms and boxes left: too little for the sketch, or all that it looks at. */
+static void settle(const ekv_step *step, ekv_item *item) {
     for (int32_t s = 0; s < item->spans; s++) item->bytes_statistics += item->part[s].boxed * (int64_t)(step->index ? step->index->box_bytes : 0);
     if (item->use_boxes || (!item->use_sketch && item->needed_pages < item->pages)) /* else nothing new is ruled out worth a look */
         item->use_sketch &= find_needed(item) * step->kv.page_size >= LEAST_TOKENS;
@@ -734,7 +733,11 @@ void ekv_certify_begin(const ekv_step *step, ekv_item *item) {
         read_first(step, item);
         choose_levels(step, item);
     }
-    if (!item->use_boxes) ekv_certify_settle(step, item);
+    if (!item->use_boxes) settle(step, item);
+}
+
+void ekv_certify_settle(const ekv_step *step, ekv_item *item) {
+    if (item->use_boxes) settle(step, item);
 }
 
 /* Groups of a span. */

@@ -492,21 +492,22 @@ static void look_up_sample(const ekv_step *step, ekv_item *item, int64_t pages, 
 }
 
 /* Chooses the keys whose sums are the highest, the same number for every row. */
-static void choose_sample(const ekv_item *item, sample *s) {
-    uint64_t chosen[SAMPLE_GROUPS * EKV_SKETCH_GROUP / 64] = {0};
+static void choose_sample(const ekv_step *step, const ekv_item *item, sample *s) {
+    enum { WORDS = SAMPLE_GROUPS * EKV_SKETCH_GROUP / 64 };
+    uint64_t chosen[WORDS] = {0};
     const int n = s->groups * EKV_SKETCH_GROUP, wanted = SAMPLE / item->rows;
     for (int32_t r = 0; r < item->rows; r++) {
         const ekv_row *row = &item->row[r];
         uint16_t *histogram = row->table->histogram;
-        int bin = EKV_BINS - 1, taken = 0;
+        uint64_t high[WORDS] = {0};
+        int bin = EKV_BINS - 1, taken = 0, left = wanted;
         memset(histogram, 0, sizeof row->table->histogram);
         for (int i = 0; i < n; i++) histogram[row->sum[i] / EKV_BIN_WIDTH]++;
         while (bin > 0 && (taken == 0 || taken + histogram[bin] <= wanted)) taken += histogram[bin--];
-        for (int i = 0, left = wanted; i < n && left > 0; i++) {
-            if (row->sum[i] / EKV_BIN_WIDTH <= bin) continue;
-            chosen[i / 64] |= UINT64_C(1) << i % 64;
-            left--;
-        }
+        ekv_above_args above = {row->sum, n, (uint16_t)((bin + 1) * EKV_BIN_WIDTH - 1), high};
+        step->kernels->above(&above);
+        for (int w = 0; w * 64 < n && left > 0; w++)
+            for (; high[w] && left > 0; high[w] &= high[w] - 1, left--) chosen[w] |= high[w] & (~high[w] + 1);
         s->bin[r] = bin;
     }
     for (int w = 0; w * 64 < n; w++)
@@ -672,7 +673,7 @@ static void choose_levels(const ekv_step *step, ekv_item *item) {
         look_up_sample(step, item, pages, &s);
     }
     if (s.groups > 0) {
-        choose_sample(item, &s);
+        choose_sample(step, item, &s);
         s.weight = (double)pages * page_size / (s.groups * EKV_SKETCH_GROUP);
     } else {
         spread_sample(step, item, pages, &s);

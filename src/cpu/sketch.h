@@ -103,7 +103,8 @@ EKV_INLINE void encode(ekv_dtype dtype, ekv_encode_args *a) {
     }
 }
 
-#define LOOKUP_SUMS 4 /* sums of 32 tokens that are in registers at once */
+#define LOOKUP_SUMS 4   /* sums of 32 tokens that are in registers at once */
+#define LOOKUP_AHEAD 16 /* groups: pages lie anywhere, so the hardware does not see them coming */
 
 /* `rows` rows from `row` on, 1 or 2: they share the unpacking. */
 EKV_INLINE void lookup_rows(const ekv_lookup_args *a, int row, const int rows) {
@@ -120,6 +121,8 @@ EKV_INLINE void lookup_rows(const ekv_lookup_args *a, int row, const int rows) {
             group[2 * i + 1] = a->group[second];
             for (int r = 0; r < rows; r++) sum[r][i] = vs_set(a->start[row + r][first], a->start[row + r][second]);
         }
+        for (int i = g + LOOKUP_AHEAD; row == 0 && i < a->groups && i < g + LOOKUP_AHEAD + 2 * sums; i++)
+            prefetch(a->group[i], a->codes / 2 * EKV_SKETCH_GROUP);
         for (int c = 0; c < a->codes / 2; c++)
             for (int i = 0; i < sums; i++) {
                 const vs_numbers numbers = vs_unpack(group[2 * i] + c * EKV_SKETCH_GROUP, group[2 * i + 1] + c * EKV_SKETCH_GROUP);

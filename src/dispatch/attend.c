@@ -323,39 +323,54 @@ static int64_t list_find(const ekv_row *row, int64_t token) {
     return low;
 }
 
-void ekv_values(const ekv_step *step, ekv_item *item, int32_t span) {
-    const size_t stride = ekv_padded(step->kv.v_dim);
+/* A chunk of a row's support: tokens that lie between two multiples of EKV_VALUE_CHUNK. */
+typedef struct value_chunk {
+    int n;
+    int64_t first; /* of the list */
+    const void *values[EKV_VALUE_CHUNK];
+} value_chunk;
+
+/* The chunk that begins at entry i of the row's list, before `end`; its values are prefetched. */
+static void gather_chunk(const ekv_step *step, const ekv_item *item, const ekv_row *row, int64_t i, int64_t end, value_chunk *c) {
     const int32_t page_size = step->kv.page_size;
     const int64_t value_step = step->kv.v_token_stride * (int64_t)ekv_element_bytes(step->kv.dtype);
+    const int32_t stop = i < end ? (row->list_token[i] / EKV_VALUE_CHUNK + 1) * EKV_VALUE_CHUNK : 0;
+    int32_t page_begin = 0, page_end = 0; /* tokens of the page whose first value `page` is */
+    const char *page = NULL;
+    c->n = 0;
+    c->first = i;
+    for (; i < end && row->list_token[i] < stop; i++) {
+        const int32_t token = row->list_token[i];
+        if (token >= page_end) {
+            page_begin = token / page_size * page_size;
+            page_end = page_begin + page_size;
+            page = ekv_value(&step->kv, ekv_block(item, token / page_size), 0, item->head);
+        }
+        c->values[c->n] = page + (token - page_begin) * value_step;
+        ekv_prefetch(c->values[c->n++], (size_t)step->kv.v_dim * ekv_element_bytes(step->kv.dtype));
+    }
+}
+
+void ekv_values(const ekv_step *step, ekv_item *item, int32_t span) {
+    const size_t stride = ekv_padded(step->kv.v_dim);
     for (int32_t r = 0; r < item->rows; r++) {
         const ekv_row *row = &item->row[r];
-        int32_t page_begin = 0, page_end = 0; /* tokens of the page whose first value `page` is */
-        const char *page = NULL;
+        value_chunk chunk[3]; /* the others are on their way while one is added */
         if (row->softmax) continue;
         const int64_t index = (int64_t)r * item->spans + span;
         float *sum = item->values + (size_t)index * stride;
-        int64_t i = list_find(row, (int64_t)span * EKV_SPAN);
-        const int64_t end = list_find(row, ((int64_t)span + 1) * EKV_SPAN);
-        item->part[index].used = i < end;
-        if (i < end) memset(sum, 0, (size_t)step->kv.v_dim * sizeof(float));
-        while (i < end) { /* chunks by token index */
-            const void *values[EKV_VALUE_CHUNK];
-            const int32_t chunk = row->list_token[i] / EKV_VALUE_CHUNK;
-            int n = 0;
-            for (; i + n < end && row->list_token[i + n] / EKV_VALUE_CHUNK == chunk; n++) {
-                const int32_t token = row->list_token[i + n];
-                if (token >= page_end) {
-                    page_begin = token / page_size * page_size;
-                    page_end = page_begin + page_size;
-                    page = ekv_value(&step->kv, ekv_block(item, token / page_size), 0, item->head);
-                }
-                values[n] = page + (token - page_begin) * value_step;
-                ekv_prefetch(values[n], (size_t)step->kv.v_dim * ekv_element_bytes(step->kv.dtype));
-            }
-            const float *weight = row->weight + i;
-            ekv_accumulate_args add = {values, &weight, 1, n, step->kv.v_dim, &sum, NULL, 0};
+        const int64_t begin = list_find(row, (int64_t)span * EKV_SPAN), end = list_find(row, ((int64_t)span + 1) * EKV_SPAN);
+        item->part[index].used = begin < end;
+        if (begin == end) continue;
+        memset(sum, 0, (size_t)step->kv.v_dim * sizeof(float));
+        gather_chunk(step, item, row, begin, end, &chunk[0]);
+        gather_chunk(step, item, row, begin + chunk[0].n, end, &chunk[1]);
+        for (int at = 0; chunk[at].n > 0; at = (at + 1) % 3) {
+            const value_chunk *c = &chunk[at], *next = &chunk[(at + 1) % 3];
+            gather_chunk(step, item, row, next->first + next->n, end, &chunk[(at + 2) % 3]);
+            const float *weight = row->weight + c->first;
+            ekv_accumulate_args add = {c->values, &weight, 1, c->n, step->kv.v_dim, &sum, NULL, 0};
             step->kernels->accumulate[step->kv.dtype](&add);
-            i += n;
         }
     }
 }

@@ -57,9 +57,15 @@ bool ekv_copy_params(void *to, size_t to_size, const void *from, size_t least) {
 
 /* ---- memory ---- */
 
+/* Caches and indexes are read in small pieces all over, so large blocks ask for huge pages.  So large, malloc maps a block of its own
+ * and unmaps it when it is freed: the host's heap is not touched. */
 static void *default_allocate(void *user, size_t bytes, size_t alignment) {
+    const size_t huge_page = (size_t)2 << 20, least = (size_t)64 << 20;
     (void)user;
-    return aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+    if (bytes >= least) alignment = huge_page;
+    void *memory = aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+    if (memory && bytes >= least) ekv_prefer_huge_pages(memory, bytes);
+    return memory;
 }
 
 static void default_release(void *user, void *memory, size_t bytes) {

@@ -165,6 +165,8 @@ int ekv_nodes_of(void *topology, void *process, void *nodes);
 double ekv_cpu_quota(const char *root, const char *self);
 /* Logical CPUs in this process's affinity mask. */
 int ekv_allowed_cpus(void);
+/* Asks for huge pages behind memory that was not written yet, where the system has them. */
+void ekv_prefer_huge_pages(void *memory, size_t bytes);
 /* Bytes of a page of memory; and for conformance memory of `span` bytes, a multiple of it, between inaccessible pages; NULL if there
  * is none. */
 size_t ekv_memory_page(void);

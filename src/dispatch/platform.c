@@ -134,6 +134,15 @@ double ekv_cpu_quota(const char *root, const char *self) {
 
 /* ---- conformance: guarded memory and faults ---- */
 
+void ekv_prefer_huge_pages(void *memory, size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    (void)madvise(memory, bytes, MADV_HUGEPAGE); /* a wish: kernels without them refuse */
+#else
+    (void)memory;
+    (void)bytes;
+#endif
+}
+
 #if EKV_POSIX
 size_t ekv_memory_page(void) {
     const long page = sysconf(_SC_PAGESIZE);

@@ -488,7 +488,7 @@ __global__ void __launch_bounds__(COMPACT_THREADS) compact_pages(const ekv_cuda_
     const long long local_item = blockIdx.x / (unsigned)s.chunks;
     const int chunk = (int)(blockIdx.x % (unsigned)s.chunks);
     const item_info it = describe_item(s, s.first_item + local_item);
-    if (threadIdx.x < s.rows) {
+    if ((int)threadIdx.x < s.rows) {
         const int r = threadIdx.x;
         s_row[r] = describe_row(s, it, r);
         if (s.cut && s_row[r].n > 0) s_cut[r] = s.cut[local_item * s.rows + r];
@@ -530,7 +530,7 @@ __global__ void __launch_bounds__(COMPACT_THREADS) compact_pages(const ekv_cuda_
         s.read_count[local_item * s.chunks + chunk] = kept;
         s.read_tokens[local_item * s.chunks + chunk] = s_union;
     }
-    if (threadIdx.x < s.rows) {
+    if ((int)threadIdx.x < s.rows) {
         s.row_pages[(local_item * s.rows + threadIdx.x) * s.chunks + chunk] = s_pages[threadIdx.x];
         s.row_tokens[(local_item * s.rows + threadIdx.x) * s.chunks + chunk] = s_tokens[threadIdx.x];
     }

@@ -2,21 +2,23 @@
  * Policy certified: the probe of a row, which finds a lower bound of tau from a few tokens.
  *
  * tau of any part of the tokens is a lower bound of tau, so pages whose bound does not exceed it cannot matter.  The pages with the
- * best bounds are read for it, with the routine of the scan, so that the scores are those that the scan would find.  Coarse bounds
- * come first (host.c): norms, a probe, boxes of what the norms leave, a probe.  A sample says whether boxes pay.
+ * best bounds are read for it, with the routine of the scan, so that the scores are those that the scan would find; once tokens have
+ * bounds of their own, the best tokens of the best pages.  Coarse bounds come first (host.c): norms, a probe, boxes or sketches of what
+ * the norms leave, a probe.  A sample of the first probe says whether boxes, or sketches, pay.
  *
  * SPDX-License-Identifier: Apache-2.0
  */
 #ifndef EKV_CUDA_CERTIFIED_CUH
 #define EKV_CUDA_CERTIFIED_CUH
 
-#include "cuda/common.cuh"
+#include "cuda/sketch.cuh"
 
 namespace {
 
 constexpr int PROBE_THREADS = 32 * EKV_CUDA_WARPS;
 constexpr int RUN = 8;                            /* tokens that a probe takes together; divides every page size */
-constexpr int PROBE_RUNS = 128, SAMPLE_RUNS = 32; /* runs of the best pages; sampled pages, of which one run is scored */
+constexpr int PROBE_RUNS = 128, SAMPLE_RUNS = SAMPLED_PAGES; /* runs of the best pages; sampled pages, of which one run is scored */
+constexpr int PROBE_TOKENS = PROBE_RUNS * RUN, PROBE_PAGES = PROBE_THREADS; /* most pages of which tokens are taken */
 constexpr int PROBE_GROUPS = 64;                  /* groups of pages that the best pages are taken from */
 constexpr int RELAX_BINS = 256;                   /* max_mass: bins of bounds up to 1 above the cut */
 
@@ -25,8 +27,10 @@ static_assert(PROBE_GROUPS * EKV_CUDA_GROUP == 8 * PROBE_THREADS, "8 pages per t
 
 struct probe_scratch {
     uint32_t order[PROBE_THREADS];
-    int group[PROBE_GROUPS], page[PROBE_RUNS];
-    float z[(PROBE_RUNS + SAMPLE_RUNS) * RUN];
+    int group[PROBE_GROUPS], page[PROBE_PAGES];
+    int token[PROBE_TOKENS + SAMPLE_RUNS * RUN]; /* to be scored; not below the row's n: none */
+    float z[PROBE_TOKENS + SAMPLE_RUNS * RUN];
+    uint32_t least; /* order of the bounds of all chosen pages */
     double mass[RELAX_BINS];
     int count[RELAX_BINS];
 };
@@ -70,6 +74,7 @@ __device__ int choose_pages(const float *bound, const ekv_cuda_group *group, int
         if (total >= wanted) cut = trial;
     }
     cut = max(cut, 1u);
+    if (threadIdx.x == 0) w->least = cut;
     int reach = 0;
 #pragma unroll
     for (int k = 0; k < 8; k++) reach += order[k] >= cut;
@@ -83,6 +88,33 @@ __device__ int choose_pages(const float *bound, const ekv_cuda_group *group, int
     }
     __syncthreads();
     return min(total, wanted);
+}
+
+/* The tokens of `chosen` whole pages, in w->token; returns how many places that are. */
+__device__ int take_pages(const ekv_cuda_step &s, int chosen, probe_scratch *w) {
+    const int n = chosen << s.page_shift;
+    for (int i = threadIdx.x; i < n; i += PROBE_THREADS)
+        w->token[i] = (w->page[i >> s.page_shift] << s.page_shift) + (i & (s.page_size - 1));
+    return n;
+}
+
+/* The best tokens of `chosen` pages by their own bounds, in w->token; returns their number.  A thread takes a page. */
+__device__ int take_tokens(const ekv_cuda_step &s, const row_info &row, const uint16_t *above, double origin, int chosen,
+                           probe_scratch *w, probe_reduce *reduce, int &turn) {
+    const int most = max(4, PROBE_TOKENS / max(chosen, 1)), mine = (int)threadIdx.x;
+    const double least = (double)from_order(w->least);
+    const int first = mine < chosen ? w->page[mine] << s.page_shift : 0;
+    const int tokens = mine < chosen ? page_tokens(s, row.n, first >> s.page_shift) : 0;
+    int taken = 0, total;
+    for (int i = 0; i < tokens; i++) taken += origin + (double)half_of_bits(above[first + i]) >= least;
+    taken = min(taken, most);
+    int to = reduce->prefix(taken, total, turn);
+    for (int i = 0; i < tokens && taken > 0; i++) {
+        if (!(origin + (double)half_of_bits(above[first + i]) >= least)) continue;
+        if (to < PROBE_TOKENS) w->token[to] = first + i;
+        to++, taken--;
+    }
+    return min(total, PROBE_TOKENS);
 }
 
 /* x^m for a whole m >= 0. */
@@ -175,16 +207,53 @@ __device__ float share_of_boxes(const ekv_cuda_step &s, const item_info &it, con
     return needed > 0.0 ? (float)(left / needed) : 0.0f;
 }
 
-/* max_mass: how far above the cut bounds may lie and their pages still be skipped.  A token with bound u has at most the mass
- * max(u - cut, 0)^beta, since cut <= tau.  All threads; the answer in thread 0. */
-__device__ void relax_cut(const ekv_cuda_step &s, const row_info &row, const float *bound, int pages, double cut, double &relax,
-                          double &skipped, probe_scratch *w) {
+/* The share of the sampled tokens in pages above the cut that the sketch would not rule out at `tau`.  Needs the row's table. */
+__device__ float share_of_sketch(const ekv_cuda_step &s, const item_info &it, const row_info &row, const ekv_cuda_table &table,
+                                 const float *bound, int pages, float cut, double tau, int &sampled, probe_reduce *reduce, int &turn) {
+    __shared__ float s_start[SAMPLE_RUNS];
+    const int lane = threadIdx.x & 31;
+    for (int i = threadIdx.x >> 5; i < SAMPLE_RUNS; i += EKV_CUDA_WARPS) {
+        const float start = start_of_stretch(s, it, row, table, (int)(sampled_page(i, pages) / s.stretch));
+        if (lane == 0) s_start[i] = start;
+    }
+    __syncthreads();
+    const int i = (int)threadIdx.x / RUN, page = sampled_page(i, pages), block = block_of(s, it, page), slot = (int)threadIdx.x % RUN;
+    const int token = (page << s.page_shift) + slot;
+    double looked = 0.0, left = 0.0;
+    if (token < row.n && !(bound[page] <= cut)) {
+        float sum = CUDART_INF_F;
+        if (page_sketched(s, block, page, page_tokens(s, it.n, page))) {
+            const uint16_t *codes = (const uint16_t *)sketch_group(s, it, block, 0) + slot;
+            sum = s_start[i];
+            for (int u = 0; u < s.units; u++) {
+                const uint32_t word = codes[u * GROUP];
+#pragma unroll
+                for (int k = 0; k < 4; k++) sum += table.entry[(u * 4 + k) * 16 + (word >> 4 * k & 15u)];
+            }
+        }
+        looked = 1.0;
+        left = !((double)add_bias(sum, row, token) <= tau);
+    }
+    reduce->sum2(looked, left, turn);
+    sampled = (int)looked;
+    return looked > 0.0 ? (float)(left / looked) : 1.0f;
+}
+
+/* max_mass: how far above the cut bounds may lie and their pages, or tokens where those have bounds (`above`, else NULL), still be
+ * skipped.  A token with bound u has at most the mass max(u - cut, 0)^beta, since cut <= tau.  All threads; the answer in thread 0. */
+__device__ void relax_cut(const ekv_cuda_step &s, const row_info &row, const float *bound, const uint16_t *bits, double origin, int pages,
+                          double cut, double &relax, double &skipped, probe_scratch *w) {
     const double beta = 1.0 / (row.alpha - 1.0);
     w->count[threadIdx.x] = 0;
     __syncthreads();
-    for (int page = threadIdx.x; page < pages; page += PROBE_THREADS) {
+    for (int page = threadIdx.x; page < pages && !bits; page += PROBE_THREADS) {
         const double above = (double)bound[page] - cut; /* NaN is in no bin */
         if (above > 0.0 && above < 1.0) atomicAdd(&w->count[(int)(above * RELAX_BINS)], page_tokens(s, row.n, page));
+    }
+    for (int token = threadIdx.x; token < row.n && bits; token += PROBE_THREADS) {
+        if (bound[token >> s.page_shift] <= (float)cut) continue; /* the sketches of such a page need not have been looked at */
+        const double above = (double)half_of_bits(bits[token]) - (cut - origin);
+        if (above > 0.0 && above < 1.0) atomicAdd(&w->count[(int)(above * RELAX_BINS)], 1);
     }
     __syncthreads();
     const int count = w->count[threadIdx.x];

@@ -4,11 +4,13 @@
  *
  *   norms     certified, per item and chunk of pages: bounds of the scores in pages, from norms alone
  *   cut       per row: the k-th largest bound (topk), or tau^ less its margin (gaussian); certified: `probe` in typed.cuh
- *   compact   per item and chunk of pages: the pages that some row reads, in order, with the rows that read them
+ *   compact   per item and chunk of pages: the pages that some row reads, in order, with the rows that read them; where the sketch
+ *             pays, the tokens
  *
  * SPDX-License-Identifier: Apache-2.0
  */
 #include "cuda/common.cuh"
+#include "cuda/sketch.cuh"
 
 namespace {
 
@@ -423,7 +425,7 @@ __global__ void __launch_bounds__(COMPACT_THREADS) norm_bounds(const ekv_cuda_st
     const long long local_item = blockIdx.x / (unsigned)s.chunks;
     const int chunk = (int)(blockIdx.x % (unsigned)s.chunks), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const item_info it = describe_item(s, s.first_item + local_item);
-    if (threadIdx.x == 0) s.boxes_read[local_item * s.chunks + chunk] = 0;
+    if (threadIdx.x == 0) s.looked[local_item * s.chunks + chunk] = 0;
     const int end = min(it.pages, (chunk + 1) * s.chunk_pages);
     if (!(s.levels & EKV_CUDA_NORMS) || chunk * s.chunk_pages >= end) return;
     if (warp < it.rows) {
@@ -479,6 +481,60 @@ __device__ __forceinline__ bool selected(const ekv_cuda_step &s, const row_info 
     return !((double)a + s.zeta * (double)s.page_b[slot * s.max_pages + page] <= cut.cut);
 }
 
+/* The tokens of a chunk that some row's sketch bounds do not rule out, in order.  A thread takes a group of 16. */
+__device__ void compact_tokens(const ekv_cuda_step &s, const item_info &it, long long local_item, int chunk, const row_info *rows,
+                               const ekv_cuda_cut *cuts, int *row_pages, int *row_tokens, block_reduce<COMPACT_THREADS> *reduce) {
+    __shared__ uint32_t s_skipped[EKV_CUDA_MAX_ROWS];
+    __shared__ int s_union_pages;
+    if ((int)threadIdx.x < it.rows) s_skipped[threadIdx.x] = skipped_bits(cuts[threadIdx.x]);
+    if (threadIdx.x == 0) s_union_pages = 0;
+    __syncthreads();
+    const int shift = s.page_shift - 4, lane = threadIdx.x & 31; /* groups of a page: 1 << shift */
+    const int begin = chunk * s.chunk_pages << shift, end = min(it.pages, (chunk + 1) * s.chunk_pages) << shift;
+    int32_t *list = s.read_entry + (local_item * s.chunks + chunk) * s.read_stride;
+    int kept = 0, turn = 0;
+    for (int base = begin; base < end; base += COMPACT_THREADS) {
+        const int group = base + (int)threadIdx.x, page = group >> shift, first = group * GROUP;
+        /* The lanes whose groups are in the same page, at most 16 of them. */
+        const uint32_t page_lanes = ((1u << (1 << shift)) - 1u) << (lane & ~((1 << shift) - 1));
+        uint32_t mask = 0;
+        for (int r = 0; r < it.rows; r++) {
+            const long long slot = local_item * s.rows + r;
+            if (group >= end || first >= rows[r].n || s.page_a[slot * s.max_pages + page] <= (float)cuts[r].cut) continue;
+            const uint4 *bits = (const uint4 *)(s.above + slot * s.max_pages * s.page_size + first);
+            const uint4 low = bits[0], high = bits[1];
+            const uint32_t word[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}, skipped = s_skipped[r];
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                mask |= (uint32_t)((word[i] & 0xffffu) > skipped) << (2 * i);
+                mask |= (uint32_t)((word[i] >> 16) > skipped) << (2 * i + 1);
+            }
+        }
+        if (mask && it.n - first < GROUP) mask &= (1u << (it.n - first)) - 1u;
+        for (int r = 0; r < it.rows; r++) {
+            const int seen = max(0, min(GROUP, rows[r].n - first));
+            const uint32_t own = mask & ((1u << seen) - 1u);
+            const uint32_t lanes = __ballot_sync(ALL_LANES, own != 0) & page_lanes;
+            const int tokens = warp_sum(__popc(own)), pages = __popc(__ballot_sync(ALL_LANES, own != 0 && __ffs(lanes) == lane + 1));
+            if (lane == 0 && tokens) {
+                atomicAdd(&row_tokens[r], tokens);
+                atomicAdd(&row_pages[r], pages);
+            }
+        }
+        const uint32_t lanes = __ballot_sync(ALL_LANES, mask != 0) & page_lanes;
+        const int pages = __popc(__ballot_sync(ALL_LANES, mask != 0 && __ffs(lanes) == lane + 1));
+        if (lane == 0 && pages) atomicAdd(&s_union_pages, pages);
+        int total, to = kept + reduce->prefix(__popc(mask), total, turn);
+        for (; mask; mask &= mask - 1) list[to++] = first + __ffs((int)mask) - 1;
+        kept += total;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        s.read_count[local_item * s.chunks + chunk] = s.read_tokens[local_item * s.chunks + chunk] = kept;
+        s.read_pages[local_item * s.chunks + chunk] = s_union_pages;
+    }
+}
+
 __global__ void __launch_bounds__(COMPACT_THREADS) compact_pages(const ekv_cuda_step s) {
     __shared__ row_info s_row[EKV_CUDA_MAX_ROWS];
     __shared__ ekv_cuda_cut s_cut[EKV_CUDA_MAX_ROWS];
@@ -496,8 +552,11 @@ __global__ void __launch_bounds__(COMPACT_THREADS) compact_pages(const ekv_cuda_
     }
     if (threadIdx.x == 0) s_union = 0;
     __syncthreads();
-    const int begin = chunk * s.chunk_pages, end = min(it.pages, begin + s.chunk_pages);
-    const long long at = (local_item * s.chunks + chunk) * s.chunk_pages;
+    const bool tokens_alone = sketch_pays(s, local_item);
+    if (tokens_alone) compact_tokens(s, it, local_item, chunk, s_row, s_cut, s_pages, s_tokens, &s_reduce);
+    const int begin = chunk * s.chunk_pages, end = tokens_alone ? begin : min(it.pages, begin + s.chunk_pages);
+    int32_t *read_page = s.read_entry + (local_item * s.chunks + chunk) * s.read_stride;
+    uint32_t *read_mask = s.read_mask + (local_item * s.chunks + chunk) * s.chunk_pages;
     int kept = 0, turn = 0;
     for (int base = begin; base < end; base += COMPACT_THREADS) {
         const int page = base + threadIdx.x;
@@ -520,14 +579,14 @@ __global__ void __launch_bounds__(COMPACT_THREADS) compact_pages(const ekv_cuda_
         int total;
         const int before = s_reduce.prefix(mask != 0, total, turn);
         if (mask) {
-            s.read_page[at + kept + before] = page;
-            s.read_mask[at + kept + before] = mask;
+            read_page[kept + before] = page;
+            read_mask[kept + before] = mask;
         }
         kept += total;
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-        s.read_count[local_item * s.chunks + chunk] = kept;
+    if (threadIdx.x == 0 && !tokens_alone) {
+        s.read_count[local_item * s.chunks + chunk] = s.read_pages[local_item * s.chunks + chunk] = kept;
         s.read_tokens[local_item * s.chunks + chunk] = s_union;
     }
     if ((int)threadIdx.x < s.rows) {

@@ -158,5 +158,7 @@ static inline float __fadd_rd(float a, float b) {
     return lost < 0.0f ? nextafterf(s, -INFINITY) : s;
 }
 static inline float __fsub_rd(float a, float b) { return __fadd_rd(a, -b); }
+static inline float __fadd_ru(float a, float b) { return -__fadd_rd(-a, -b); }
+static inline float __fsub_ru(float a, float b) { return __fadd_ru(a, -b); }
 
 #endif

@@ -41,6 +41,10 @@ ekv_status ekv_cuda_decode(ekv_context *context, const ekv_step *step);
 ekv_status ekv_cuda_query(ekv_context *context, const ekv_step *step, ekv_cuda_query_kind kind, void *a, void *b,
                           int64_t stride);
 
+/* For tests: what the sketch says about every token of a step whose bounds all lie above `origin`, [slots][pages][page_size] f16, how far
+ * above (see step.h).  Waits for the device. */
+ekv_status ekv_cuda_token_bounds(ekv_context *context, const ekv_step *step, double origin, uint16_t *above, size_t bytes);
+
 /* Device memory of an index (waits for the device): allocate unless it is the caller's, forget all pages; release. */
 ekv_status ekv_cuda_index_create(ekv_context *context, void **memory, size_t bytes, bool owned, size_t counts_at,
                                  size_t counts_bytes);

@@ -524,6 +524,35 @@ ekv_status ekv_cuda_query(ekv_context *context, const ekv_step *step, ekv_cuda_q
     return run(context, step, &s, &u);
 }
 
+/* Bounds of all tokens, whether the sketch pays or not: the stages of a step with a cut of the caller's. */
+ekv_status ekv_cuda_token_bounds(ekv_context *context, const ekv_step *step, double origin, uint16_t *above, size_t bytes) {
+    enum { MOST_SLOTS = 64 };
+    ekv_cuda_step s;
+    cut u;
+    ekv_cuda_cut cuts[MOST_SLOTS];
+    make_cut(context, step, &s, &u, 0);
+    const int64_t slots = s.round_items * s.rows;
+    if (!(s.levels & EKV_CUDA_SKETCH) || slots > MOST_SLOTS || u.items != s.round_items ||
+        bytes != (size_t)slots * (size_t)s.max_pages * (size_t)s.page_size * sizeof *above)
+        return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "not a step whose bounds can be looked at");
+    ekv_status status = ekv_cuda_reserve(context, step);
+    if (status != EKV_OK) return status;
+    ekv_arena arena = {state_of(context)->scratch, 0};
+    lay_out(&s, &u, step, &arena);
+    if (u.heads) status = upload_heads(context, step, &s);
+    if (status != EKV_OK) return status;
+    LAUNCH(ekv_cuda_launch_norms(&s, step->p.stream), "norms");
+    s.pass = EKV_CUDA_NORMS;
+    LAUNCH(launch_scan(&s, s.dtype, EKV_CUDA_PROBE, step->p.stream), "probe"); /* makes the tables */
+    for (int64_t i = 0; i < slots; i++) cuts[i] = (ekv_cuda_cut){.cut = origin, .origin = origin};
+    CUDA_TRY(context, cudaStreamSynchronize(step->p.stream), "cudaStreamSynchronize");
+    status = ekv_cuda_copy(context, s.cut, cuts, (size_t)slots * sizeof *cuts);
+    if (status != EKV_OK) return status;
+    LAUNCH(ekv_cuda_launch_sketch(&s, step->p.stream), "sketch bounds");
+    CUDA_TRY(context, cudaStreamSynchronize(step->p.stream), "cudaStreamSynchronize");
+    return ekv_cuda_copy(context, above, s.above, bytes);
+}
+
 /* ---- memory ---- */
 
 ekv_status ekv_cuda_allocate(ekv_context *context, size_t bytes, void **memory) {

@@ -344,6 +344,40 @@ __device__ __forceinline__ float threshold_of(float floor) {
     return below < floor ? below : nextafterf(floor, -CUDART_INF_F);
 }
 
+/* Raises the lower bound by Newton steps on the norm (sum t^m)^(1/m) = 1, m a whole number >= beta, from the left: the iterates
+ * never pass the root, which lies below tau (src/cpu/entmax.h, tau_lower).  By one warp, on tokens that are all different. */
+__device__ __forceinline__ float raise_floor(const float *list_z, int count, float z_max, float floor, int power,
+                                             int steps = 5) {
+    if (power > 64 || !(z_max > -CUDART_INF_F)) return floor;
+    const int lane = threadIdx.x & 31;
+    float tau = fmaxf(-1.0f, __fsub_rd(floor, z_max));
+    for (int step = 0; step < steps; step++) {
+        float s0 = 0.0f, s1 = 0.0f;
+        for (int i = lane; i < count; i += 32) {
+            const float z = list_z[i], t = z <= z_max ? fmaxf(z - z_max - tau, 0.0f) : 0.0f;
+            float u = 1.0f; /* t^(power - 1) */
+            if (power == 2) {
+                u = t;
+            } else {
+                float x = t;
+                for (int k = power - 1; k > 0; k >>= 1, x *= x)
+                    if (k & 1) u *= x;
+            }
+            s0 += u * t;
+            s1 += power == 1 ? (t > 0.0f ? 1.0f : 0.0f) : u;
+        }
+        s0 = warp_sum(s0);
+        s1 = warp_sum(s1);
+        if (!(s0 > 1.0f)) break;
+        const float target = power == 1 ? 1.0f : power == 2 ? sqrtf(s0) : powf(s0, 1.0f - 1.0f / (float)power);
+        const float delta = (s0 - target) / s1;
+        if (!(delta > 0.0f)) break;
+        tau = fminf(tau + delta, 0.0f);
+        if (delta < 1e-4f) break;
+    }
+    return fmaxf(floor, __fadd_rd(z_max, tau));
+}
+
 /* ---- summaries of pages ---- */
 
 /* Sums up the 32 pages from p0 for one row: ekv_cuda_group.  By one warp. */

@@ -304,6 +304,12 @@ static void describe(const ekv_context *context, const ekv_step *step, ekv_cuda_
         ekv_max64(ekv_max64(1, u->items * s->max_pages / (8 * processors)), ekv_ceil_div(s->max_pages, EKV_CUDA_MAX_CHUNKS));
     s->chunk_pages = (int32_t)(ekv_ceil_div(per_chunk, 256) * 256);
     s->chunks = (int32_t)ekv_ceil_div(s->max_pages, s->chunk_pages);
+    if (s->levels & EKV_CUDA_SKETCH) {
+        const int64_t batch = EKV_CUDA_SKETCH_PAGES, even = ekv_ceil_div(u->items * s->max_pages, 20 * processors);
+        const int64_t most = ekv_max64(1, EKV_CUDA_STRETCHES * s->stretch / batch);
+        s->sketch_pages = (int32_t)(batch * ekv_min64(most, ekv_max64(1, ekv_ceil_div(even, batch))));
+        s->sketch_chunks = (int32_t)ekv_ceil_div(s->max_pages, s->sketch_pages);
+    }
     s->read_stride = (int64_t)s->chunk_pages * (s->levels & EKV_CUDA_SKETCH ? s->page_size : 1);
 }
 

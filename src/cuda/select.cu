@@ -416,10 +416,10 @@ __global__ void __launch_bounds__(CUT_THREADS) cut_rows(const ekv_cuda_step s) {
 
 /* For each row |q| times the largest key norm of each page, ALiBi at the page's best token, and slack: above the exact scores and the
  * scan's, z units; NaN for an unknown page or a norm that is not finite.  The scan's order of additions gives an error of
- * at most (8 CH + 5) <= 37 u |q| |k| before the bias is added (bound_slack in common.cuh). */
+ * at most (8 CH + 5) <= 37 u |q| |k| before the bias is added (bound_slack in typed.cuh); the bias here is rounded too. */
 __global__ void __launch_bounds__(COMPACT_THREADS) norm_bounds(const ekv_cuda_step s) {
     __shared__ row_info s_row[EKV_CUDA_MAX_ROWS];
-    __shared__ double s_norm[EKV_CUDA_MAX_ROWS];
+    __shared__ float s_norm[EKV_CUDA_MAX_ROWS];
     static_assert(COMPACT_THREADS / 32 >= EKV_CUDA_MAX_ROWS, "a warp for each row");
     begin_kernel();
     const long long local_item = blockIdx.x / (unsigned)s.chunks;
@@ -436,23 +436,22 @@ __global__ void __launch_bounds__(COMPACT_THREADS) norm_bounds(const ekv_cuda_st
             squares += (double)x * (double)x;
         }
         squares = warp_sum(squares);
-        if (lane == 0) s_row[warp] = row, s_norm[warp] = sqrt(squares) * (1.0 + 1e-12);
+        if (lane == 0) s_row[warp] = row, s_norm[warp] = __double2float_ru(sqrt(squares) * (1.0 + 1e-12));
     }
     __syncthreads();
     for (int p0 = chunk * s.chunk_pages + warp * 32; p0 < end; p0 += COMPACT_THREADS) {
         const int page = p0 + lane, block = page < end ? block_of(s, it, page) : -1;
         const int count = block >= 0 ? s.counts[block] : 0;
-        const double norm = count > 0 ? (double)s.norms[(it.head * s.index_blocks + block) * 2] : 0.0;
+        const float norm = count > 0 ? s.norms[(it.head * s.index_blocks + block) * 2] : 0.0f;
         for (int r = 0; r < it.rows; r++) {
             const row_info &row = s_row[r];
             const int first = page << s.page_shift;
             if (page >= end || first >= row.n) continue;
             const int tokens = page_tokens(s, row.n, page);
-            const double bias =
-                (double)row.slope * (double)((row.slope > 0.0f ? first + tokens - 1 : first) - row.q_token);
-            const double dot = s_norm[r] * norm, bound = dot + bias + 64.0 * 0x1p-24 * (dot + fabs(bias)) + 0x1p-120;
-            s.page_a[(local_item * s.rows + r) * s.max_pages + page] =
-                count >= tokens && bound < 3e38 ? __double2float_ru(bound) : CUDART_NAN_F;
+            const float bias = row.slope * (float)((row.slope > 0.0f ? first + tokens - 1 : first) - row.q_token);
+            const float dot = __fmul_ru(s_norm[r], norm), slack = (dot + fabsf(bias)) * 0x1p-17f + 0x1p-110f;
+            const float bound = __fadd_ru(__fadd_ru(dot, bias), slack);
+            s.page_a[(local_item * s.rows + r) * s.max_pages + page] = count >= tokens && bound < 3e38f ? bound : CUDART_NAN_F;
         }
         __syncwarp();
         for (int r = 0; r < it.rows; r++) summarize<true>(s, s_row[r], local_item * s.rows + r, p0);

@@ -211,25 +211,27 @@ template <typename T, int NI> __global__ void __launch_bounds__(THREADS) encode_
 
 /* ---- bounds ---- */
 
-constexpr int MOST_STRETCHES = THREADS / 4 + 1; /* of THREADS pages: a stretch has at least 4 */
+constexpr int PAGES = EKV_CUDA_SKETCH_PAGES;
 
-/* ROWS rows of an item, `set` of them before; a block takes a chunk of its pages.  A lane has two neighbouring tokens. */
-template <int ROWS, int UNITS> __global__ void __launch_bounds__(THREADS) sketch_bounds(const ekv_cuda_step s) {
+/* ROWS rows of an item, `set` of them before; a block takes sketch_pages of its pages.  A lane has two neighbouring tokens. */
+template <int ROWS, int UNITS>
+__global__ void __launch_bounds__(THREADS, (UNITS > 13 || ROWS == 4 ? 3 : ROWS == 2 ? 4 : UNITS > 7 ? 5 : 6)) sketch_bounds(const ekv_cuda_step s) {
     __shared__ float s_entry[UNITS * 4 * 16 * ROWS];
-    __shared__ float s_start[ROWS][MOST_STRETCHES];
+    __shared__ float s_start[ROWS][EKV_CUDA_STRETCHES + 1];
     __shared__ row_info s_row[ROWS];
     __shared__ float s_cut[ROWS];
-    __shared__ int s_page[THREADS], s_block[THREADS];
-    __shared__ uint32_t s_best[ROWS][THREADS];
+    __shared__ int s_page[PAGES], s_block[PAGES];
+    __shared__ uint8_t s_stretch[PAGES], s_rows[PAGES]; /* of a page: its stretch, counted in the block; the rows that need it */
+    __shared__ uint32_t s_best[ROWS][PAGES];
     __shared__ block_reduce<THREADS> s_reduce;
     begin_kernel();
     const unsigned sets = (unsigned)(s.rows + ROWS - 1) / ROWS;
-    const int set = (int)(blockIdx.x % sets) * ROWS, chunk = (int)(blockIdx.x / sets % (unsigned)s.chunks);
-    const long long local_item = blockIdx.x / sets / (unsigned)s.chunks, slot = local_item * s.rows + set;
+    const int set = (int)(blockIdx.x % sets) * ROWS, first = (int)(blockIdx.x / sets % (unsigned)s.sketch_chunks) * s.sketch_pages;
+    const long long local_item = blockIdx.x / sets / (unsigned)s.sketch_chunks, slot = local_item * s.rows + set;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const item_info it = describe_item(s, s.first_item + local_item);
-    const int rows = min(ROWS, it.rows - set), end = min(it.pages, (chunk + 1) * s.chunk_pages);
-    if (rows <= 0 || chunk * s.chunk_pages >= end || !sketch_pays(s, local_item)) return;
+    const int rows = min(ROWS, it.rows - set), end = min(it.pages, first + s.sketch_pages);
+    if (rows <= 0 || first >= end || !sketch_pays(s, local_item)) return;
     for (int i = threadIdx.x; i < UNITS * 4 * 16 * ROWS; i += THREADS) {
         const int number = i / ROWS, r = i % ROWS;
         s_entry[i] = r < rows && number < s.units * 4 * 16 ? s.lookup[slot + r].entry[number] : 0.0f;
@@ -239,26 +241,27 @@ template <int ROWS, int UNITS> __global__ void __launch_bounds__(THREADS) sketch
         s_cut[threadIdx.x] = (int)threadIdx.x < rows ? (float)s.cut[slot + threadIdx.x].origin : 0.0f;
     }
     __syncthreads();
-    const int shift = s.page_shift - 4;
+    const int shift = s.page_shift - 4, stretch = (int)(first / s.stretch), stretches = (int)((end - 1) / s.stretch) - stretch + 1;
+    for (int i = warp; i < rows * stretches; i += WARPS) {
+        const float start = start_of_stretch(s, s.lookup[slot + i % rows], part_of_center(s, it, s_row[i % rows], stretch + i / rows));
+        if (lane == 0) s_start[i % rows][i / rows] = start;
+    }
     int turn = 0, looked = 0;
-    for (int base = chunk * s.chunk_pages; base < end; base += THREADS) {
+    for (int base = first; base < end; base += PAGES) {
         /* The pages of which some row may need a token. */
         const int page = base + (int)threadIdx.x;
-        bool needed = false;
-        for (int r = 0; r < rows; r++)
-            needed |= page < end && page << s.page_shift < s_row[r].n && !(s.page_a[(slot + r) * s.max_pages + page] <= s_cut[r]);
+        uint32_t needed = 0;
+        for (int r = 0; r < rows && (int)threadIdx.x < PAGES && page < end; r++)
+            needed |= (uint32_t)(page << s.page_shift < s_row[r].n && !(s.page_a[(slot + r) * s.max_pages + page] <= s_cut[r])) << r;
         int pages;
-        const int at = s_reduce.prefix(needed, pages, turn);
+        const int at = s_reduce.prefix(needed != 0, pages, turn);
         if (needed) {
             const int block = block_of(s, it, page);
             s_page[at] = page;
+            s_stretch[at] = (uint8_t)(page / (int)s.stretch - stretch);
+            s_rows[at] = (uint8_t)needed;
             s_block[at] = page_sketched(s, block, page, page_tokens(s, it.n, page)) ? block : -1;
             for (int r = 0; r < rows; r++) s_best[r][at] = order_of(-CUDART_INF_F);
-        }
-        const int stretch = (int)(base / s.stretch), stretches = (int)((min(end, base + THREADS) - 1) / s.stretch) - stretch + 1;
-        for (int i = warp; i < rows * stretches; i += WARPS) {
-            const float start = start_of_stretch(s, it, s_row[i % rows], s.lookup[slot + i % rows], stretch + i / rows);
-            if (lane == 0) s_start[i % rows][i / rows] = start;
         }
         __syncthreads();
         const int groups = pages << shift;
@@ -273,12 +276,12 @@ template <int ROWS, int UNITS> __global__ void __launch_bounds__(THREADS) sketch
             float sum[ROWS][2];
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
-                const float start = known && r < rows ? s_start[r][s_page[i] / (int)s.stretch - stretch] : CUDART_INF_F;
+                const float start = known && r < rows ? s_start[r][s_stretch[i]] : CUDART_INF_F;
                 sum[r][0] = sum[r][1] = start;
             }
 #pragma unroll
             for (int u = 0; u < UNITS; u++) {
-                if (u >= s.units) break;
+                if (UNITS > 13 && u >= s.units) break; /* the words behind the last are 0, and so are their entries */
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
                     const float *entry = s_entry + (u * 4 + k) * 16 * ROWS;
@@ -295,7 +298,7 @@ template <int ROWS, int UNITS> __global__ void __launch_bounds__(THREADS) sketch
                 if (r >= rows) break;
                 const row_info &row = s_row[r];
                 const float x = add_bias(sum[r][0], row, token), y = add_bias(sum[r][1], row, token + 1);
-                const bool in = g < groups && !(s.page_a[(slot + r) * s.max_pages + s_page[i]] <= s_cut[r]);
+                const bool in = g < groups && s_rows[i] >> r & 1;
                 const uint32_t low = in && token < row.n ? bits_above(x, s_cut[r]) : 0u;
                 const uint32_t high = in && token + 1 < row.n ? bits_above(y, s_cut[r]) : 0u;
                 if (g < groups && token - lane % 8 * 2 < row.n)
@@ -317,14 +320,15 @@ template <int ROWS, int UNITS> __global__ void __launch_bounds__(THREADS) sketch
             looked += s_block[threadIdx.x] >= 0 ? 1 << shift : 0;
         }
         __syncthreads();
-        for (int r = 0; r < rows && base + warp * 32 < end; r++) summarize<true>(s, s_row[r], slot + r, base + warp * 32);
+        for (int r = 0; r < rows && warp * 32 < PAGES && base + warp * 32 < end; r++)
+            summarize<true>(s, s_row[r], slot + r, base + warp * 32);
     }
     looked = warp_sum(looked);
-    if (lane == 0 && looked) atomicAdd(&s.looked[local_item * s.chunks + chunk], looked);
+    if (lane == 0 && looked) atomicAdd(&s.looked[local_item * s.chunks + first / s.chunk_pages], looked);
 }
 
 template <int ROWS> cudaError_t start_bounds(const ekv_cuda_step &s, void *stream) {
-    const long long blocks = s.round_items * s.chunks * ((s.rows + ROWS - 1) / ROWS);
+    const long long blocks = s.round_items * s.sketch_chunks * ((s.rows + ROWS - 1) / ROWS);
     return start(s.units <= 7    ? sketch_bounds<ROWS, 7>
                  : s.units <= 13 ? sketch_bounds<ROWS, 13>
                                  : sketch_bounds<ROWS, EKV_CUDA_UNITS>,

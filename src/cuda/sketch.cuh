@@ -71,44 +71,50 @@ __device__ __forceinline__ double entry_of(const ekv_basis &basis, const table_s
     return x;
 }
 
-/* The table of the query q (scaled, in shared memory), by the whole block.  Ends in a barrier. */
-template <int THREADS>
-__device__ void build_table(const ekv_cuda_step &s, const item_info &it, const float *q, ekv_cuda_table *table, table_scratch *w,
-                            block_reduce<THREADS> *reduce, int &turn) {
-    const ekv_basis &basis = s.bases[it.head];
-    const uint16_t *rows = s.basis_rows + (long long)it.head * min(s.k_dim, AXES) * s.k_dim;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    for (int a = warp; a < AXES; a += THREADS / 32) {
+/* The table of a query (scaled, in shared memory) is made in three steps, between which the block meets.
+ * First, by `warps` warps from `first` on: its coordinates along the axes. */
+__device__ __forceinline__ void rotate_query(const ekv_cuda_step &s, const item_info &it, const float *q, table_scratch *w, int first,
+                                             int warps) {
+    const __half *rows = (const __half *)s.basis_rows + (long long)it.head * min(s.k_dim, AXES) * s.k_dim;
+    const int lane = threadIdx.x & 31, axes = s.bases[it.head].axes;
+    for (int a = ((int)threadIdx.x >> 5) - first; a < AXES; a += warps) {
         double sum = 0.0;
-        for (int d = lane; d < s.k_dim && a < basis.axes; d += 32)
-            sum += (double)to_float(((const __half *)rows)[a * s.k_dim + d]) * (double)q[d];
+        for (int d = lane; d < s.k_dim && a < axes; d += 32) sum += (double)to_float(rows[a * s.k_dim + d]) * (double)q[d];
         sum = warp_sum(sum);
         if (lane == 0) w->rotated[a] = sum;
     }
-    __syncthreads();
-    if (warp == 0) {
-        double squares = 0.0, seen = 0.0;
-        for (int d = lane; d < s.k_dim; d += 32) squares += (double)q[d] * (double)q[d];
-        const double norm = sqrt(warp_sum(squares)) * (1.0 + 1e-12);
-        for (int b = 0, a0 = 0; b < NORMS - 1; a0 = basis.block_end[b++]) {
-            double part = 0.0;
-            for (int a = a0 + lane; a < basis.block_end[b]; a += 32) part += w->rotated[a] * w->rotated[a];
-            part = warp_sum(part);
-            seen += part;
-            if (lane == 0) w->block_norm[b] = sqrt(part) * (1.0 + 1e-6) + 1e-30;
-        }
-        const double rest = norm * norm - seen + ((double)basis.skew + 1e-12) * norm * norm;
-        if (lane == 0) {
-            w->block_norm[NORMS - 1] = sqrt(rest > 0.0 ? rest : 0.0) * (1.0 + 1e-6) + 1e-30;
-            table->norm = norm;
-            table->moved = (double)basis.largest;
-            table->error = (double)basis.error_share * (double)basis.largest + (double)basis.error;
-        }
+}
+
+/* Then, by one warp: norms. */
+__device__ __forceinline__ void measure_query(const ekv_cuda_step &s, const item_info &it, const float *q, ekv_cuda_table *table,
+                                              table_scratch *w) {
+    const ekv_basis &basis = s.bases[it.head];
+    const int lane = threadIdx.x & 31;
+    double squares = 0.0, seen = 0.0;
+    for (int d = lane; d < s.k_dim; d += 32) squares += (double)q[d] * (double)q[d];
+    const double norm = sqrt(warp_sum(squares)) * (1.0 + 1e-12);
+    for (int b = 0, a0 = 0; b < NORMS - 1; a0 = basis.block_end[b++]) {
+        double part = 0.0;
+        for (int a = a0 + lane; a < basis.block_end[b]; a += 32) part += w->rotated[a] * w->rotated[a];
+        part = warp_sum(part);
+        seen += part;
+        if (lane == 0) w->block_norm[b] = sqrt(part) * (1.0 + 1e-6) + 1e-30;
     }
-    __syncthreads();
+    const double rest = norm * norm - seen + ((double)basis.skew + 1e-12) * norm * norm;
+    if (lane != 0) return;
+    w->block_norm[NORMS - 1] = sqrt(rest > 0.0 ? rest : 0.0) * (1.0 + 1e-6) + 1e-30;
+    table->norm = norm;
+    table->moved = (double)basis.largest;
+    table->error = (double)basis.error_share * (double)basis.largest + (double)basis.error;
+}
+
+/* Last, by the whole block: the entries.  Ends in a barrier. */
+template <int THREADS>
+__device__ __forceinline__ void fill_table(const ekv_cuda_step &s, const item_info &it, ekv_cuda_table *table, const table_scratch *w,
+                                           block_reduce<THREADS> *reduce, int &turn) {
+    const ekv_basis &basis = s.bases[it.head];
     double size = 0.0, unused = 0.0;
-    for (int i = threadIdx.x; i < EKV_CUDA_UNITS * 4 * 16; i += THREADS) {
-        if (i >= s.units * 4 * 16) break; /* whole warps: 64 divides it */
+    for (int i = threadIdx.x; i < s.units * 4 * 16; i += THREADS) { /* whole warps: 64 divides it */
         const double x = entry_of(basis, *w, i / 16, i % 16);
         double most = fabs(x) < CUDART_INF ? fabs(x) : 0.0;
 #pragma unroll
@@ -121,23 +127,31 @@ __device__ void build_table(const ekv_cuda_step &s, const item_info &it, const f
     __syncthreads();
 }
 
-/* What the bounds of a stretch's tokens start from, by one warp: everything but the table's entries and ALiBi.  Slack for the f32 score:
- * its order of additions, up to 37 on a product's way, gives at most 45 u |q| |k|, |k| <= |x| + |center|; for the sum of entries one u of
- * every partial sum. */
-__device__ __forceinline__ float start_of_stretch(const ekv_cuda_step &s, const item_info &it, const row_info &row,
-                                                  const ekv_cuda_table &table, int stretch) {
+/* ---- the bound of a token ---- */
+
+/* q . center and the square of the center's norm, by one warp; infinity where there is no such center. */
+struct center_part {
+    double dot, squares;
+};
+__device__ __forceinline__ center_part part_of_center(const ekv_cuda_step &s, const item_info &it, const row_info &row, long long stretch) {
+    if (stretch >= s.stretches) return {CUDART_INF, CUDART_INF};
     double dot = 0.0, squares = 0.0;
-    if (stretch >= s.stretches) return CUDART_INF_F;
     const float *center = s.centers + (it.head * s.stretches + stretch) * s.center_stride;
     for (int d = threadIdx.x & 31; d < s.k_dim; d += 32) {
         const float q = load_any(s.q, row.token * s.q_token_stride + row.head * s.q_head_stride + d, s.q_dtype) * row.factor;
         dot += (double)q * (double)center[d];
         squares += (double)center[d] * (double)center[d];
     }
-    dot = warp_sum(dot);
-    const double length = table.moved + sqrt(warp_sum(squares)) * (1.0 + 1e-12);
+    return {warp_sum(dot), warp_sum(squares)};
+}
+
+/* What the bounds of a stretch's tokens start from: everything but the table's entries and ALiBi.  Slack for the f32 score: its order of
+ * additions, up to 37 on a product's way, gives at most 45 u |q| |k|, |k| <= |x| + |center|; for the sum of entries one u of every
+ * partial sum. */
+__device__ __forceinline__ float start_of_stretch(const ekv_cuda_step &s, const ekv_cuda_table &table, const center_part &center) {
+    const double length = table.moved + sqrt(center.squares) * (1.0 + 1e-12);
     if (!(table.norm * length < 3e38)) return CUDART_INF_F; /* a score might overflow; also for NaN */
-    const double start = dot + table.norm * (table.error + 128.0 * 0x1p-24 * length) + 1e-30;
+    const double start = center.dot + table.norm * (table.error + 128.0 * 0x1p-24 * length) + 1e-30;
     const double partial = fabs(start) + table.size;
     return __double2float_ru(start + (s.units * 4 + 8) * 0x1.02p-24 * partial + 0x1p-110);
 }

@@ -31,6 +31,8 @@ extern "C" {
 #define EKV_CUDA_SUPER         1024 /* ranks of the support whose values are one partial sum */
 #define EKV_CUDA_LEAST_TOKENS  1024 /* certified: up to so many tokens are all read */
 #define EKV_CUDA_SOFTMAX_BELOW (1.0 + 1e-7)
+#define EKV_CUDA_STRETCHES     64   /* most stretches of sketch_pages pages that begin with one */
+#define EKV_CUDA_SKETCH_PAGES  128  /* pages that such a block takes at once */
 #define EKV_CUDA_UNITS         25   /* most units of a sketch: four numbers of 4 bits */
 
 typedef struct ekv_cuda_head {
@@ -118,6 +120,7 @@ typedef struct ekv_cuda_step {
     const int32_t *stretch_of;
     int64_t sketch_bytes, stretch, stretches; /* pages that share a center; centers of a head */
     int32_t codes, units, center_stride;      /* codes without the norms */
+    int32_t sketch_pages, sketch_chunks;      /* a block of the sketch kernel takes so many pages of an item, which are so many blocks */
     /* the cut of the work */
     int32_t rows, row_blocks, splits, chunks, chunk_pages, value_splits;
     int64_t first_item, round_items;

@@ -93,10 +93,9 @@ __device__ __forceinline__ void score_tile(const T *p, long long stride, int val
     for (int r = 0; r < R; r++) z[r] = butterfly<LPK, U>(a[r], lane);
 }
 
-/* The same for up to U keys anywhere: key u is row[u] elements behind p; below 0: none. */
-template <typename T, int LPK, int CH, int R, int U, bool VEC>
-__device__ __forceinline__ void score_keys(const T *p, const long long (&row)[U], int dim, int lane, const float (&q)[R][CH][8],
-                                           float (&z)[R]) {
+/* The same for up to U keys anywhere: key u is row(u) elements behind p; below 0: none.  All lanes call row. */
+template <typename T, int LPK, int CH, int R, int U, bool VEC, typename Row>
+__device__ __forceinline__ void score_keys(const T *p, Row row, int dim, int lane, const float (&q)[R][CH][8], float (&z)[R]) {
     const int j = lane % LPK;
     float a[R][U];
 #pragma unroll
@@ -109,8 +108,9 @@ __device__ __forceinline__ void score_keys(const T *p, const long long (&row)[U]
         chunk8<T, VEC> raw[U];
 #pragma unroll
         for (int u = 0; u < U; u++) {
-            if (row[u] >= 0 && left > 0)
-                raw[u].load(p + row[u] + c * LPK * 8, left);
+            const long long at = row(u);
+            if (at >= 0 && left > 0)
+                raw[u].load(p + at + c * LPK * 8, left);
             else
                 raw[u].clear();
         }
@@ -149,39 +149,6 @@ struct warp_list {
     float z_max, floor; /* largest finite z; a lower bound of tau: tau of any part of the tokens is one */
     int count, spilled; /* entries in shared memory; entries in the segment */
 };
-
-/* Raises the lower bound by Newton steps on the norm (sum t^m)^(1/m) = 1, m a whole number >= beta, from the left: the iterates
- * never pass the root, which lies below tau (src/cpu/entmax.h, tau_lower). */
-__device__ __forceinline__ float raise_floor(const float *list_z, int count, float z_max, float floor, int power) {
-    if (power > 64 || !(z_max > -CUDART_INF_F)) return floor;
-    const int lane = threadIdx.x & 31;
-    float tau = fmaxf(-1.0f, __fsub_rd(floor, z_max));
-    for (int step = 0; step < 5; step++) {
-        float s0 = 0.0f, s1 = 0.0f;
-        for (int i = lane; i < count; i += 32) {
-            const float z = list_z[i], t = z <= z_max ? fmaxf(z - z_max - tau, 0.0f) : 0.0f;
-            float u = 1.0f; /* t^(power - 1) */
-            if (power == 2) {
-                u = t;
-            } else {
-                float x = t;
-                for (int k = power - 1; k > 0; k >>= 1, x *= x)
-                    if (k & 1) u *= x;
-            }
-            s0 += u * t;
-            s1 += power == 1 ? (t > 0.0f ? 1.0f : 0.0f) : u;
-        }
-        s0 = warp_sum(s0);
-        s1 = warp_sum(s1);
-        if (!(s0 > 1.0f)) break;
-        const float target = power == 1 ? 1.0f : power == 2 ? sqrtf(s0) : powf(s0, 1.0f - 1.0f / (float)power);
-        const float delta = (s0 - target) / s1;
-        if (!(delta > 0.0f)) break;
-        tau = fminf(tau + delta, 0.0f);
-        if (delta < 1e-4f) break;
-    }
-    return fmaxf(floor, __fadd_rd(z_max, tau));
-}
 
 /* Copies the entries that are above the threshold (or NaN), in order; to may be the list itself.  Returns their number. */
 __device__ __forceinline__ int copy_above(const float *z, const int *token, int count, float threshold, float *to_z,
@@ -290,11 +257,9 @@ __global__ void __launch_bounds__(THREADS, (scan_shape<T, LPK, CH, R>::BLOCKS)) 
 #pragma unroll
         for (int r = 0; r < R; r++) threshold[r] = fmaxf(threshold[r], from_order(__shfl_sync(ALL_LANES, shared_floor, r)));
         for (int t0 = 0; t0 < listed; t0 += TILE) {
-            long long row[U];
-#pragma unroll
-            for (int u = 0; u < U; u++) row[u] = __shfl_sync(ALL_LANES, mine_row, t0 + g * U + u);
             float z[R];
-            score_keys<T, LPK, CH, R, U, VEC>(keys, row, s.k_dim, lane, q, z);
+            score_keys<T, LPK, CH, R, U, VEC>(
+                keys, [&](int u) { return __shfl_sync(ALL_LANES, mine_row, t0 + g * U + u); }, s.k_dim, lane, q, z);
             const int at = t0 + g * U + j / (LPK / U), token = __shfl_sync(ALL_LANES, mine_token, at);
             const bool inside = __shfl_sync(ALL_LANES, mine_row, at) >= 0, owner = j % (LPK / U) == 0;
 #pragma unroll
@@ -676,40 +641,52 @@ template <typename T, int LPK, int CH, bool VEC> __global__ void __launch_bounds
                                         of_tokens ? PROBE_PAGES : max(1, PROBE_TOKENS >> s.page_shift), &s_scratch, &s_reduce, turn);
         const int best = of_tokens ? take_tokens(s, row, above, origin, chosen, &s_scratch, &s_reduce, turn)
                                    : take_pages(s, chosen, &s_scratch);
-        const int all = best + (sample ? PROBE_THREADS : 0);
-        if (sample)
+        const int all = best + (sample ? SAMPLE_TOKENS : 0);
+        if (sample && threadIdx.x < SAMPLE_TOKENS)
             s_scratch.token[best + threadIdx.x] =
                 (sampled_page((int)threadIdx.x / RUN, pages) << s.page_shift) + (int)threadIdx.x % RUN;
+        __syncthreads();
+        for (int i = threadIdx.x; i < all; i += PROBE_THREADS)
+            s_scratch.row[i] = s_scratch.token[i] < row.n ? key_row(s, it, s_scratch.token[i]) : -1;
         __syncthreads();
         const T *keys = (const T *)s.k + it.head * s.k_head_stride + j * 8;
         float q[1][CH][8];
         take_query<LPK, CH, 1>(s_q, j, q);
-        for (int t0 = warp * TILE; t0 < all; t0 += WARPS * TILE) {
+        for (int t0 = warp * TILE; t0 < all; t0 += PROBE_WARPS * TILE) {
             const int at = t0 + g * U, own = at + j / (LPK / U);
-            const int token = own < all ? s_scratch.token[own] : row.n;
-            long long key[U];
-#pragma unroll
-            for (int u = 0; u < U; u++) {
-                const int t = at + u < all ? s_scratch.token[at + u] : row.n;
-                key[u] = t < row.n ? key_row(s, it, t) : -1;
-            }
             float z[1];
-            score_keys<T, LPK, CH, 1, U, VEC>(keys, key, s.k_dim, lane, q, z);
-            const int block = token < row.n ? block_of(s, it, token >> s.page_shift) : -1;
-            if (j % (LPK / U) == 0 && own < all) s_scratch.z[own] = finish_score(z[0], row, 0, token, true, 1u, block);
+            score_keys<T, LPK, CH, 1, U, VEC>(
+                keys, [&](int u) { return at + u < all ? s_scratch.row[at + u] : -1ll; }, s.k_dim, lane, q, z);
+            if (j % (LPK / U) != 0 || own >= all) continue;
+            s_scratch.z[own] = finish_score(z[0], row, 0, s_scratch.token[own], true, 1u, s_scratch.row[own] < 0 ? -1 : 0);
         }
         __syncthreads();
         probed = all;
-        cut = floor_of_probe(&s_scratch, best, cut, row.power, &s_reduce, turn);
-        const double tau = sample ? tau_of_sample(s_scratch.z + best, row.n, row.alpha, cut, &s_reduce, turn) : 0.0;
-        if (sample && s.levels & EKV_CUDA_BOXES)
-            share = share_of_boxes<T>(s, it, row, s_q[0], bound, pages, cut, tau, sampled, &s_reduce, turn);
-        if (sample && s.levels & EKV_CUDA_SKETCH) {
-            build_table(s, it, s_q[0], &s_table, &s_rotated, &s_reduce, turn);
-            const uint32_t *from = (const uint32_t *)&s_table;
-            uint32_t *to = (uint32_t *)(s.lookup + slot);
-            for (int i = threadIdx.x; i < (int)(sizeof s_table / 4); i += PROBE_THREADS) to[i] = from[i];
-            share = share_of_sketch(s, it, row, s_table, bound, pages, cut, tau, sampled, &s_reduce, turn);
+        const bool make_table = sample && s.levels & EKV_CUDA_SKETCH;
+        if (warp == 0) {
+            const float floor = floor_of_probe(&s_scratch, best, cut, row.power);
+            if (lane == 0) s_scratch.cut = floor;
+        } else if (warp == 1 && sample) {
+            const float tau = tau_of_sample(s_scratch.z + best, row.n, row.alpha);
+            if (lane == 0) s_scratch.tau = tau;
+        } else if (make_table) { /* meanwhile, what needs no score */
+            rotate_query(s, it, s_q[0], &s_rotated, 2, PROBE_WARPS - 2);
+            for (int i = warp - 2; i < SAMPLED_PAGES; i += PROBE_WARPS - 2) {
+                const center_part center = part_of_center(s, it, row, sampled_page(i, pages) / s.stretch);
+                if (lane == 0) s_scratch.center[i] = center;
+            }
+        }
+        __syncthreads();
+        cut = s_scratch.cut;
+        const float tau = sample ? fmaxf(s_scratch.tau, cut) : cut;
+        if (sample && !make_table) share = share_of_boxes<T>(s, it, row, s_q[0], bound, pages, cut, tau, sampled, &s_reduce, turn);
+        if (make_table) {
+            if (warp == 0) measure_query(s, it, s_q[0], &s_table, &s_rotated);
+            __syncthreads();
+            fill_table(s, it, &s_table, &s_rotated, &s_reduce, turn);
+            for (int i = threadIdx.x; i < (int)(sizeof s_table / 4); i += PROBE_THREADS)
+                ((uint32_t *)(s.lookup + slot))[i] = ((const uint32_t *)&s_table)[i];
+            share = share_of_sketch(s, it, row, s_table, bound, pages, cut, tau, &s_scratch, sampled, &s_reduce, turn);
         }
     }
     double relax = 0.0, skipped = 0.0;

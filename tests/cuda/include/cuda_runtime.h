@@ -159,6 +159,7 @@ static inline float __fadd_rd(float a, float b) {
 }
 static inline float __fsub_rd(float a, float b) { return __fadd_rd(a, -b); }
 static inline float __fadd_ru(float a, float b) { return -__fadd_rd(-a, -b); }
+static inline float __fmul_ru(float a, float b) { return __double2float_ru((double)a * (double)b); }
 static inline float __fsub_ru(float a, float b) { return __fadd_ru(a, -b); }
 
 #endif

@@ -70,7 +70,10 @@ __global__ void fill(__half *x, int64_t n, uint64_t seed, const float *query, in
             const int64_t head = by_heads ? group % heads : row % heads, page = by_heads ? group / heads : group;
             const float q = query[head * group_heads * dim + i % dim];
             if (kind == CLUSTERS && mix(page * 77 + 13) % 512 == 0) v += 0.9f * q;
-            if (kind == PLANTED) v = 1.5f * v * exp2f(-8.0f * (float)(i % dim) / (float)dim) + (mix(row * 77 + 13) % 512 == 0 ? 0.5f * q : 0.0f);
+            if (kind == PLANTED) {
+                v *= 1.5f * exp2f(-8.0f * (float)(i % dim) / (float)dim);
+                if (mix(row * 77 + 13) % 512 == 0) v += 0.5f * q;
+            }
         }
         x[i] = __float2half_rn(v);
     }

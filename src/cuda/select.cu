@@ -15,6 +15,7 @@
 namespace {
 
 constexpr int CUT_THREADS = 512, COMPACT_THREADS = 256;
+constexpr int AHEAD = 4; /* pages, or groups of tokens, that a thread of norms and compact loads at once */
 
 __device__ __forceinline__ ekv_cuda_cut cut_at(double cut, uint32_t order, int tie) {
     ekv_cuda_cut c = {};
@@ -439,22 +440,35 @@ __global__ void __launch_bounds__(COMPACT_THREADS) norm_bounds(const ekv_cuda_st
         if (lane == 0) s_row[warp] = row, s_norm[warp] = __double2float_ru(sqrt(squares) * (1.0 + 1e-12));
     }
     __syncthreads();
-    for (int p0 = chunk * s.chunk_pages + warp * 32; p0 < end; p0 += COMPACT_THREADS) {
-        const int page = p0 + lane, block = page < end ? block_of(s, it, page) : -1;
-        const int count = block >= 0 ? s.counts[block] : 0;
-        const float norm = count > 0 ? s.norms[(it.head * s.index_blocks + block) * 2] : 0.0f;
-        for (int r = 0; r < it.rows; r++) {
-            const row_info &row = s_row[r];
-            const int first = page << s.page_shift;
-            if (page >= end || first >= row.n) continue;
-            const int tokens = page_tokens(s, row.n, page);
-            const float bias = row.slope * (float)((row.slope > 0.0f ? first + tokens - 1 : first) - row.q_token);
-            const float dot = __fmul_ru(s_norm[r], norm), slack = (dot + fabsf(bias)) * 0x1p-17f + 0x1p-110f;
-            const float bound = __fadd_ru(__fadd_ru(dot, bias), slack);
-            s.page_a[(local_item * s.rows + r) * s.max_pages + page] = count >= tokens && bound < 3e38f ? bound : CUDART_NAN_F;
+    for (int base = chunk * s.chunk_pages + warp * 32; base < end; base += AHEAD * COMPACT_THREADS) {
+        int block[AHEAD], count[AHEAD];
+        float norm[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            const int page = base + k * COMPACT_THREADS + lane;
+            block[k] = page < end ? block_of(s, it, page) : -1;
         }
-        __syncwarp();
-        for (int r = 0; r < it.rows; r++) summarize<true>(s, s_row[r], local_item * s.rows + r, p0);
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            count[k] = block[k] >= 0 ? s.counts[block[k]] : 0;
+            norm[k] = block[k] >= 0 ? s.norms[(it.head * s.index_blocks + block[k]) * 2] : 0.0f; /* of an unknown page: not used */
+        }
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            const int p0 = base + k * COMPACT_THREADS, page = p0 + lane, first = page << s.page_shift;
+            if (p0 >= end) break;
+            for (int r = 0; r < it.rows; r++) {
+                const row_info &row = s_row[r];
+                if (page >= end || first >= row.n) continue;
+                const int tokens = page_tokens(s, row.n, page);
+                const float bias = row.slope * (float)((row.slope > 0.0f ? first + tokens - 1 : first) - row.q_token);
+                const float dot = __fmul_ru(s_norm[r], norm[k]), slack = (dot + fabsf(bias)) * 0x1p-17f + 0x1p-110f;
+                const float bound = __fadd_ru(__fadd_ru(dot, bias), slack);
+                s.page_a[(local_item * s.rows + r) * s.max_pages + page] = count[k] >= tokens && bound < 3e38f ? bound : CUDART_NAN_F;
+            }
+            __syncwarp();
+            for (int r = 0; r < it.rows; r++) summarize<true>(s, s_row[r], local_item * s.rows + r, p0);
+        }
     }
 }
 
@@ -480,7 +494,24 @@ __device__ __forceinline__ bool selected(const ekv_cuda_step &s, const row_info 
     return !((double)a + s.zeta * (double)s.page_b[slot * s.max_pages + page] <= cut.cut);
 }
 
-/* The tokens of a chunk that some row's sketch bounds do not rule out, in order.  A thread takes a group of 16. */
+/* How many pages, counted once each by one lane, have tokens in masks of consecutive groups, AHEAD to a lane.  A page has 1 << shift
+ * groups, at most 16. */
+__device__ __forceinline__ int pages_of_masks(const uint32_t (&mask)[AHEAD], int shift) {
+    int pages = 0;
+    uint32_t any = 0;
+#pragma unroll
+    for (int k = 0; k < AHEAD; k++) {
+        any |= mask[k];
+        if ((k + 1) % (1 << min(shift, 2)) == 0) pages += any != 0, any = 0;
+    }
+    if (shift <= 2) return pages;
+    const int lanes = 1 << (shift - 2), lane = threadIdx.x & 31; /* of a page */
+    const uint32_t same = __ballot_sync(ALL_LANES, pages != 0) & ((1u << lanes) - 1u) << (lane & ~(lanes - 1));
+    return __ffs((int)same) == lane + 1;
+}
+static_assert(AHEAD == 4, "the shifts by 2");
+
+/* The tokens of a chunk that some row's sketch bounds do not rule out, in order.  A thread takes AHEAD groups of 16 at once. */
 __device__ void compact_tokens(const ekv_cuda_step &s, const item_info &it, long long local_item, int chunk, const row_info *rows,
                                const ekv_cuda_cut *cuts, int *row_pages, int *row_tokens, block_reduce<COMPACT_THREADS> *reduce) {
     __shared__ uint32_t s_skipped[EKV_CUDA_MAX_ROWS];
@@ -492,40 +523,60 @@ __device__ void compact_tokens(const ekv_cuda_step &s, const item_info &it, long
     const int begin = chunk * s.chunk_pages << shift, end = min(it.pages, (chunk + 1) * s.chunk_pages) << shift;
     int32_t *list = s.read_entry + (local_item * s.chunks + chunk) * s.read_stride;
     int kept = 0, turn = 0;
-    for (int base = begin; base < end; base += COMPACT_THREADS) {
-        const int group = base + (int)threadIdx.x, page = group >> shift, first = group * GROUP;
-        /* The lanes whose groups are in the same page, at most 16 of them. */
-        const uint32_t page_lanes = ((1u << (1 << shift)) - 1u) << (lane & ~((1 << shift) - 1));
-        uint32_t mask = 0;
+    for (int base = begin; base < end; base += AHEAD * COMPACT_THREADS) {
+        const int group = base + (int)threadIdx.x * AHEAD;
+        uint32_t mask[AHEAD] = {};
         for (int r = 0; r < it.rows; r++) {
             const long long slot = local_item * s.rows + r;
-            if (group >= end || first >= rows[r].n || s.page_a[slot * s.max_pages + page] <= (float)cuts[r].cut) continue;
-            const uint4 *bits = (const uint4 *)(s.above + slot * s.max_pages * s.page_size + first);
-            const uint4 low = bits[0], high = bits[1];
-            const uint32_t word[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}, skipped = s_skipped[r];
+            const float cut = (float)cuts[r].cut;
+            const uint32_t skipped = s_skipped[r];
+            bool needed[AHEAD];
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                mask |= (uint32_t)((word[i] & 0xffffu) > skipped) << (2 * i);
-                mask |= (uint32_t)((word[i] >> 16) > skipped) << (2 * i + 1);
+            for (int k = 0; k < AHEAD; k++)
+                needed[k] = group + k < end && (group + k) * GROUP < rows[r].n &&
+                            !(s.page_a[slot * s.max_pages + ((group + k) >> shift)] <= cut);
+#pragma unroll
+            for (int k = 0; k < AHEAD; k++) {
+                if (!needed[k]) continue;
+                const uint4 *bits = (const uint4 *)(s.above + slot * s.max_pages * s.page_size + (group + k) * GROUP);
+                const uint4 low = bits[0], high = bits[1];
+                const uint32_t word[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    mask[k] |= (uint32_t)((word[i] & 0xffffu) > skipped) << (2 * i);
+                    mask[k] |= (uint32_t)((word[i] >> 16) > skipped) << (2 * i + 1);
+                }
             }
         }
-        if (mask && it.n - first < GROUP) mask &= (1u << (it.n - first)) - 1u;
+        int mine = 0;
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            mask[k] &= (1u << max(0, min(GROUP, it.n - (group + k) * GROUP))) - 1u;
+            mine += __popc(mask[k]);
+        }
+        int total, to = kept + reduce->prefix(mine, total, turn);
+        kept += total;
+        if (total == 0) continue;
         for (int r = 0; r < it.rows; r++) {
-            const int seen = max(0, min(GROUP, rows[r].n - first));
-            const uint32_t own = mask & ((1u << seen) - 1u);
-            const uint32_t lanes = __ballot_sync(ALL_LANES, own != 0) & page_lanes;
-            const int tokens = warp_sum(__popc(own)), pages = __popc(__ballot_sync(ALL_LANES, own != 0 && __ffs(lanes) == lane + 1));
+            uint32_t own[AHEAD];
+            int tokens = 0;
+#pragma unroll
+            for (int k = 0; k < AHEAD; k++) {
+                own[k] = mask[k] & ((1u << max(0, min(GROUP, rows[r].n - (group + k) * GROUP))) - 1u);
+                tokens += __popc(own[k]);
+            }
+            tokens = warp_sum(tokens);
+            const int pages = warp_sum(pages_of_masks(own, shift));
             if (lane == 0 && tokens) {
                 atomicAdd(&row_tokens[r], tokens);
                 atomicAdd(&row_pages[r], pages);
             }
         }
-        const uint32_t lanes = __ballot_sync(ALL_LANES, mask != 0) & page_lanes;
-        const int pages = __popc(__ballot_sync(ALL_LANES, mask != 0 && __ffs(lanes) == lane + 1));
+        const int pages = warp_sum(pages_of_masks(mask, shift));
         if (lane == 0 && pages) atomicAdd(&s_union_pages, pages);
-        int total, to = kept + reduce->prefix(__popc(mask), total, turn);
-        for (; mask; mask &= mask - 1) list[to++] = first + __ffs((int)mask) - 1;
-        kept += total;
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++)
+            for (; mask[k]; mask[k] &= mask[k] - 1) list[to++] = (group + k) * GROUP + __ffs((int)mask[k]) - 1;
     }
     __syncthreads();
     if (threadIdx.x == 0) {

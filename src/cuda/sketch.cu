@@ -64,8 +64,8 @@ template <typename T> __global__ void __launch_bounds__(THREADS) find_centers(co
             const long long page = (begin + i) / b.page_size;
             const long long block = b.table ? (long long)b.table[sequence * b.table_stride + page] : sequence * b.table_stride + page;
             if (block < 0 || block >= b.blocks) continue;
-            const T *key = (const T *)b.k + block * b.k_block_stride + head * b.k_head_stride + (begin + i) % b.page_size * b.k_token_stride;
-            sum += (double)to_float(key[d0 + lane]);
+            const T *keys = (const T *)b.k + block * b.k_block_stride + head * b.k_head_stride;
+            sum += (double)to_float(keys[(begin + i) % b.page_size * b.k_token_stride + d0 + lane]);
         }
         __syncthreads();
         s_sum[warp][lane] = sum;
@@ -216,7 +216,7 @@ constexpr int PAGES = EKV_CUDA_SKETCH_PAGES;
 /* ROWS rows of an item, `set` of them before; a block takes sketch_pages of its pages.  A lane has two neighbouring tokens. */
 template <int ROWS, int UNITS>
 __global__ void __launch_bounds__(THREADS, (UNITS > 13 || ROWS == 4 ? 3 : ROWS == 2 ? 4 : UNITS > 7 ? 5 : 6)) sketch_bounds(const ekv_cuda_step s) {
-    __shared__ float s_entry[UNITS * 4 * 16 * ROWS];
+    __shared__ __align__(16) float s_entry[UNITS * 4 * 16 * ROWS];
     __shared__ float s_start[ROWS][EKV_CUDA_STRETCHES + 1];
     __shared__ row_info s_row[ROWS];
     __shared__ float s_cut[ROWS];
@@ -251,8 +251,10 @@ __global__ void __launch_bounds__(THREADS, (UNITS > 13 || ROWS == 4 ? 3 : ROWS =
         /* The pages of which some row may need a token. */
         const int page = base + (int)threadIdx.x;
         uint32_t needed = 0;
-        for (int r = 0; r < rows && (int)threadIdx.x < PAGES && page < end; r++)
-            needed |= (uint32_t)(page << s.page_shift < s_row[r].n && !(s.page_a[(slot + r) * s.max_pages + page] <= s_cut[r])) << r;
+        for (int r = 0; r < rows && (int)threadIdx.x < PAGES && page < end; r++) {
+            const bool seen = page << s.page_shift < s_row[r].n;
+            needed |= (uint32_t)(seen && !(s.page_a[(slot + r) * s.max_pages + page] <= s_cut[r])) << r;
+        }
         int pages;
         const int at = s_reduce.prefix(needed != 0, pages, turn);
         if (needed) {
@@ -282,14 +284,19 @@ __global__ void __launch_bounds__(THREADS, (UNITS > 13 || ROWS == 4 ? 3 : ROWS =
 #pragma unroll
             for (int u = 0; u < UNITS; u++) {
                 if (UNITS > 13 && u >= s.units) break; /* the words behind the last are 0, and so are their entries */
+                /* Bytes that are the offsets of entries: of numbers 0 and 2 of both tokens, then of 1 and 3. */
+                constexpr int UP = ROWS == 1 ? 2 : ROWS == 2 ? 3 : 4;
+                constexpr uint32_t MASK = 0x0f0f0f0fu << UP;
+                const uint32_t offsets[2] = {word[u] << UP & MASK, word[u] >> (4 - UP) & MASK};
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
-                    const float *entry = s_entry + (u * 4 + k) * 16 * ROWS;
-                    const uint32_t a = word[u] >> 4 * k & 15u, b = word[u] >> (16 + 4 * k) & 15u;
+                    const char *entry = (const char *)(s_entry + (u * 4 + k) * 16 * ROWS);
+                    const float *a = (const float *)(entry + __byte_perm(offsets[k % 2], 0, 0x4440 + k / 2));
+                    const float *b = (const float *)(entry + __byte_perm(offsets[k % 2], 0, 0x4442 + k / 2));
 #pragma unroll
                     for (int r = 0; r < ROWS; r++) {
-                        sum[r][0] += entry[a * ROWS + r];
-                        sum[r][1] += entry[b * ROWS + r];
+                        sum[r][0] += a[r];
+                        sum[r][1] += b[r];
                     }
                 }
             }

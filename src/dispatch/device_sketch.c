@@ -90,7 +90,8 @@ static ekv_status copy_keys(ekv_context *context, const ekv_kv *kv, int64_t bloc
 ekv_status ekv_device_find_basis(ekv_context *context, ekv_index *index, const ekv_kv *kv, const int32_t *block_table, int64_t length) {
     const ekv_index_params *s = &index->shape;
     const size_t table_bytes = (size_t)ekv_ceil_div(EKV_SKETCH_TRAINING, s->page_size) * sizeof(int32_t);
-    const size_t row = (size_t)s->kv_heads * (size_t)s->k_dim, bytes = EKV_SKETCH_TRAINING * row * ekv_element_bytes(s->dtype) + table_bytes;
+    const size_t row = (size_t)s->kv_heads * (size_t)s->k_dim;
+    const size_t bytes = EKV_SKETCH_TRAINING * row * ekv_element_bytes(s->dtype) + table_bytes;
     char *memory = ekv_allocate(&context->allocator, bytes);
     if (!memory) return ekv_fail(context, EKV_ERROR_OUT_OF_MEMORY, "out of memory: %zu bytes to find a basis", bytes);
     char *keys = memory + table_bytes;
@@ -103,6 +104,7 @@ ekv_status ekv_device_find_basis(ekv_context *context, ekv_index *index, const e
     ekv_release(&context->allocator, memory, bytes);
     if (status == EKV_OK) status = publish(context, index);
     if (status != EKV_OK) return status;
-    const ekv_cuda_pages pages = {.kv = kv, .block_table = block_table, .length = length, .max_count = length, .batch = 1, .own_stream = true};
+    const ekv_cuda_pages pages = {.kv = kv, .block_table = block_table, .length = length, .max_count = length, .batch = 1,
+                                  .own_stream = true};
     return ekv_cuda_index_pages(context, index, &pages);
 }

@@ -139,7 +139,10 @@ static ekv_decode_params step_of(const problem *p, ekv_policy policy, const floa
     return s;
 }
 
-static double half_value(uint16_t bits) { return bits == 0x7c00 ? (double)INFINITY : bits >> 10 ? ldexp(1024 + (bits & 1023), (bits >> 10) - 25) : ldexp(bits, -24); }
+static double half_value(uint16_t bits) { /* not negative, no NaN */
+    if (bits == 0x7c00) return (double)INFINITY;
+    return bits >> 10 ? ldexp(1024 + (bits & 1023), (bits >> 10) - 25) : ldexp(bits, -24);
+}
 
 /* Every bound against the exact score; how far above the mean bound lies tells that the test is not idle. */
 static int check_bounds(problem *p, const char *name, const float *slopes) {

@@ -152,7 +152,7 @@ typedef enum ekv_gaussian_model {
 } ekv_gaussian_model;
 
 /* Page statistics, a set of flags.  Memory per page and KV head, with D = k_dim and e the bytes of an element:
- * BOX 2*D*e; GAUSSIAN 2*D*2 for f16 keys, else 2*D*4; NORMS 8; SKETCH page_size * (3*D/16 + 2), and per KV head once a basis of at
+ * BOX 2*D*e; GAUSSIAN 2*D*2 for f16 keys, else 2*D*4; NORMS 8; SKETCH page_size * (3*D/16 + 2 or 3), and per KV head once a basis of at
  * most 640*D + 36,000 bytes, of which a step reads at most 128*D + 8,000, and one center of 4*D bytes for every 1,024 tokens.  The
  * basis is found from 2,048 tokens, evenly spread over the first sequence that has so many, or loaded (ekv_index_load_basis); until
  * there is one nothing is sketched.  (Backend cuda: it is loaded, or found when ekv_index_find_basis is called.) */

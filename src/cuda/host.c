@@ -272,6 +272,7 @@ static void describe(const ekv_context *context, const ekv_step *step, ekv_cuda_
         if (index->codes) s->stretch = index->stretch, s->stretches = ekv_index_stretches(index);
         s->center_stride = (int32_t)ekv_padded(kv->k_dim);
     }
+    s->rows = rows_of(step, u);
     if (p->policy == EKV_POLICY_CERTIFIED) { /* without bounds, or for few tokens, that is full */
         const uint32_t have = index && p->max_length > EKV_CUDA_LEAST_TOKENS ? index->shape.statistics : 0;
         const bool sketch = have & EKV_STATISTICS_NORMS && have & EKV_STATISTICS_SKETCH && ekv_device_basis(index);
@@ -286,7 +287,6 @@ static void describe(const ekv_context *context, const ekv_step *step, ekv_cuda_
     s->report_mass = p->report && p->report_mass && step->sparse;
     s->certify = p->report && step->bounds;
     /* Items, and blocks enough to fill the device some times over, each with work for its warps. */
-    s->rows = rows_of(step, u);
     s->row_blocks = (int32_t)ekv_ceil_div((int64_t)p->max_queries * step->group, s->rows);
     u->items = (int64_t)p->batch * s->row_blocks * kv->kv_heads;
     /* One wave: as many blocks as are resident at once (typed.cuh).  Measured faster than two or four waves at every length. */

@@ -211,11 +211,21 @@ template <typename T, int NI> __global__ void __launch_bounds__(THREADS) encode_
 
 /* ---- bounds ---- */
 
-constexpr int PAGES = EKV_CUDA_SKETCH_PAGES;
+constexpr int PAGES = THREADS; /* that a block takes at once */
+
+/* The words of a lane: of its two tokens in group g of the listed pages, whose blocks are in shared memory; 0 where there is no sketch. */
+template <int UNITS>
+__device__ __forceinline__ void fetch_words(const ekv_cuda_step &s, const item_info &it, const int *blocks, int g, int groups, int shift,
+                                            uint32_t (&word)[UNITS]) {
+    const int block = g < groups ? blocks[g >> shift] : -1;
+    const uint32_t *codes = (const uint32_t *)sketch_group(s, it, max(block, 0), g & ((1 << shift) - 1)) + (threadIdx.x & 7);
+#pragma unroll
+    for (int u = 0; u < UNITS; u++) word[u] = block >= 0 && u < s.units ? codes[u * (UNIT_BYTES / 4)] : 0u;
+}
 
 /* ROWS rows of an item, `set` of them before; a block takes sketch_pages of its pages.  A lane has two neighbouring tokens. */
 template <int ROWS, int UNITS>
-__global__ void __launch_bounds__(THREADS, (UNITS > 13 || ROWS == 4 ? 3 : ROWS == 2 ? 4 : UNITS > 7 ? 5 : 6)) sketch_bounds(const ekv_cuda_step s) {
+__global__ void __launch_bounds__(THREADS, (UNITS > 13 || ROWS == 4 ? 3 : 4)) sketch_bounds(const ekv_cuda_step s) {
     __shared__ __align__(16) float s_entry[UNITS * 4 * 16 * ROWS];
     __shared__ float s_start[ROWS][EKV_CUDA_STRETCHES + 1];
     __shared__ row_info s_row[ROWS];
@@ -266,15 +276,18 @@ __global__ void __launch_bounds__(THREADS, (UNITS > 13 || ROWS == 4 ? 3 : ROWS =
             for (int r = 0; r < rows; r++) s_best[r][at] = order_of(-CUDART_INF_F);
         }
         __syncthreads();
+        constexpr bool AHEAD = UNITS <= 13 && ROWS <= 2; /* registers are left for the words of the next groups */
         const int groups = pages << shift;
+        uint32_t word[UNITS], next[AHEAD ? UNITS : 1];
+        if (AHEAD) fetch_words<UNITS>(s, it, s_block, warp * 4 + lane / 8, groups, shift, word);
         for (int g0 = warp * 4; g0 < groups; g0 += WARPS * 4) {
             const int g = g0 + lane / 8, i = min(g, groups - 1) >> shift, block = s_block[i], in_page = g & ((1 << shift) - 1);
             const int token = (s_page[i] << s.page_shift) + in_page * GROUP + lane % 8 * 2;
             const bool known = g < groups && block >= 0;
-            const uint32_t *codes = (const uint32_t *)sketch_group(s, it, block, in_page) + lane % 8;
-            uint32_t word[UNITS];
-#pragma unroll
-            for (int u = 0; u < UNITS; u++) word[u] = known && u < s.units ? codes[u * (UNIT_BYTES / 4)] : 0u;
+            if constexpr (AHEAD)
+                fetch_words<UNITS>(s, it, s_block, g + WARPS * 4, groups, shift, next);
+            else
+                fetch_words<UNITS>(s, it, s_block, g, groups, shift, word);
             float sum[ROWS][2];
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
@@ -316,6 +329,9 @@ __global__ void __launch_bounds__(THREADS, (UNITS > 13 || ROWS == 4 ? 3 : ROWS =
                 for (int m = 4; m > 0; m >>= 1) best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, m));
                 if (g < groups && lane % 8 == 0) atomicMax(&s_best[r][i], order_of(best));
             }
+            if constexpr (AHEAD)
+#pragma unroll
+                for (int u = 0; u < UNITS; u++) word[u] = next[u];
         }
         __syncthreads();
         if ((int)threadIdx.x < pages) {

@@ -29,10 +29,10 @@ extern "C" {
 #define EKV_CUDA_MAX_SPLITS    256  /* blocks of an item */
 #define EKV_CUDA_MAX_CHUNKS    256  /* chunks of pages of an item in selection */
 #define EKV_CUDA_SUPER         1024 /* ranks of the support whose values are one partial sum */
-#define EKV_CUDA_LEAST_TOKENS  1024 /* certified: up to so many tokens are all read */
+#define EKV_CUDA_LEAST_TOKENS  4096 /* certified: up to so many tokens are all read, which takes less time than to decide */
 #define EKV_CUDA_SOFTMAX_BELOW (1.0 + 1e-7)
 #define EKV_CUDA_STRETCHES     64   /* most stretches of sketch_pages pages that begin with one */
-#define EKV_CUDA_SKETCH_PAGES  128  /* pages that such a block takes at once */
+#define EKV_CUDA_SKETCH_PAGES  64   /* sketch_pages is a multiple of so many */
 #define EKV_CUDA_UNITS         25   /* most units of a sketch: four numbers of 4 bits */
 
 typedef struct ekv_cuda_head {

@@ -11,8 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { HEADS = 2, DIM = 64, PAGE = 16, TOKENS = 2304, MORE = 3, GROUP = 3, Q_HEADS = HEADS * GROUP };
-enum { BLOCKS = (TOKENS + MORE + PAGE - 1) / PAGE + 4, ROWS = 4, STRIDE = (TOKENS + PAGE - 1) / PAGE * PAGE };
+enum { HEADS = 1, DIM = 64, PAGE = 16, TOKENS = 4112, MORE = 3, GROUP = 2, Q_HEADS = HEADS * GROUP };
+enum { BLOCKS = (TOKENS + MORE + PAGE - 1) / PAGE + 4, ROWS = 2, STRIDE = (TOKENS + PAGE - 1) / PAGE * PAGE };
 
 static const char *const kinds[] = {"falling spread", "one channel fifty times larger", "constant channels", "the ends of the range",
                                     "drift",          "few distinct keys",              "a bad key"};
@@ -193,7 +193,7 @@ static int check_step(problem *p, const char *name, const float *slopes, bool mu
     const bool same = memcmp(full, certified, sizeof full) == 0;
     int64_t tokens = 0, sketch = 0;
     for (int h = 0; h < Q_HEADS; h++) tokens += report[h].tokens, sketch += report[h].bytes_sketch;
-    const bool ruled_out = tokens < (int64_t)Q_HEADS * p->length * 7 / 10 && sketch > 0;
+    const bool ruled_out = tokens < (int64_t)Q_HEADS * p->length * 9 / 10 && sketch > 0;
     /* With max_mass the error stays within what the report says. */
     s.max_mass = 0.01;
     TRY(ekv_decode(context, &s));
@@ -234,7 +234,7 @@ static int check_changes(problem *p, const char *name, int kind, bool must_rule_
 
 int main(void) {
     static problem p;
-    const float slopes[Q_HEADS] = {0.01f, 0.0f, -0.003f, 0.5f, 0.0f, 0.1f};
+    const float slopes[Q_HEADS] = {0.01f, -0.003f};
     char message[256];
     int wrong = 0;
     ekv_context_params params = ekv_context_params_default();

@@ -1,7 +1,7 @@
 /*
  * entmaxkv bench: the command line, and the sweep over workloads, group sizes and threads.
  *
- * machine.h reads memory, gate.h checks conformance, workload.h makes the keys, measure.h times, output.h prints.
+ * machine.h reads memory and multiplies, gate.h checks conformance, workload.h makes the keys, measure.h times, output.h prints.
  *
  * SPDX-License-Identifier: Apache-2.0
  */
@@ -16,17 +16,23 @@
 #include <string.h>
 
 static const char help[] = "Usage: entmaxkv bench [OPTION]...\n"
+                           "       entmaxkv bench --prefill N,... [OPTION]...\n"
                            "Times decode steps of each policy against full attention with softmax, in the\n"
                            "same run, on the same data, with the same threads, after measuring how fast these\n"
-                           "threads read memory.  First every kernel and policy must pass conformance in this\n"
-                           "process: what computes wrong results is not timed.\n"
+                           "threads read memory, and multiply and add.  First every kernel and policy must pass\n"
+                           "conformance in this process: what computes wrong results is not timed.\n"
+                           "\n"
+                           "With --prefill a step has many query tokens: the last --queries of N, each of which\n"
+                           "sees the tokens up to itself.  Policies are softmax and full.\n"
                            "\n"
                            "Options with [N,...] take a list; every combination is run.\n"
-                           "  --keys K,...       random, planted, recorded  [random,planted]\n"
+                           "  --keys K,...       random, planted, recorded  [random,planted; prefill random]\n"
                            "  --recorded FILE    what entmaxkv-lm record wrote; alone it means --keys recorded\n"
                            "  --policy P,...     softmax, full, topk, gaussian, certified  [all]; softmax, which\n"
                            "                     is full at alpha 1, always runs\n"
                            "  --context N,...    tokens of each sequence  [4096,32768,131072]\n"
+                           "  --prefill N,...    tokens of each sequence, of which many have queries\n"
+                           "  --queries N        how many, at the end, if there are as many  [2048]\n"
                            "  --group N,...      query heads per KV head  [1,4]\n"
                            "  --batch N,...      sequences  [1]\n"
                            "  --alpha A,...      above 1  [1.5, or the recording's]\n"
@@ -56,7 +62,10 @@ static const char help[] = "Usage: entmaxkv bench [OPTION]...\n"
                            "share of the read bandwidth that is; speed-up over softmax; error, relative L2\n"
                            "distance from full attention in double precision over a sample of heads, which for\n"
                            "topk and gaussian includes what they did not read; pages read and tokens in the\n"
-                           "support, per query head.  docs/performance.md says more.\n"
+                           "support, per query head.  Prefill instead: GFLOP/s, 2 for each multiplication and\n"
+                           "addition of scores, and of values with a weight above 0; what share that is of the\n"
+                           "fused multiply-adds that the same threads do in registers; time over that of\n"
+                           "softmax.  docs/performance.md says more.\n"
                            "\n"
                            "Sizes that do not fit in memory are skipped, and said to be.  With --json and --csv\n"
                            "all but the results goes to stderr.  Exit status: 0 success, 1 failure, 2 wrong\n"
@@ -69,11 +78,12 @@ typedef struct list {
     int count;
 } list;
 
-/* How many threads, with what they read memory with. */
+/* How many threads, with what they read memory with, and how fast they are. */
 typedef struct crew {
     ekv_context *context;
     machine_stream stream;
     double bandwidth;
+    machine_peak peak;
 } crew;
 
 typedef enum format { TABLE, JSON, CSV } format;
@@ -82,10 +92,10 @@ typedef struct bench {
     list keys, policies, contexts, groups, batches, dtypes, page_sizes, threads;
     double alpha[LIST];
     int alphas;
-    int64_t kv_heads, k_dim, v_dim, budget, repeats, seed;
+    int64_t kv_heads, k_dim, v_dim, queries, budget, repeats, seed;
     const char *backend, *recorded, *plot;
     format format;
-    bool warm, only_list;
+    bool warm, only_list, prefill; /* contexts are then those of --prefill */
     recording recording;
     crew crews[LIST];
     int crew_count;
@@ -188,13 +198,32 @@ static bool has(const list *l, int64_t value) {
     return false;
 }
 
-/* What getopt cannot know. */
-static bool check_options(bench *b) {
+/* What getopt cannot know: options that exclude each other, and the values of what was not given. */
+static bool check_options(bench *b, const list *prefills) {
+    const char *wrong = NULL;
+    b->prefill = prefills->count > 0;
+    if (b->prefill) {
+        if (b->contexts.count) wrong = "--prefill stands in place of --context: not both";
+        if (b->plot) wrong = "--plot draws decode steps: not with --prefill";
+        for (int i = 0; i < b->policies.count; i++)
+            if (b->policies.value[i] > 1) wrong = "--prefill times the policies softmax and full alone";
+        b->contexts = *prefills;
+    } else if (b->queries) {
+        wrong = "--queries needs --prefill";
+    }
+    if (wrong) {
+        fprintf(stderr, "entmaxkv: %s\n", wrong);
+        return false;
+    }
+    if (!b->contexts.count) b->contexts = (list){{4096, 32768, 131072}, 3};
+    if (!b->policies.count) b->policies = (list){{0, 1, 2, 3, 4}, b->prefill ? 2 : POLICIES};
+    if (!b->prefill) b->queries = 1;
+    else if (!b->queries) b->queries = 2048;
     if (b->keys.count == 0) {
         if (b->recorded)
             add_value(&b->keys, "keys", KEYS_RECORDED, "recorded");
         else
-            b->keys = (list){{KEYS_RANDOM, KEYS_PLANTED}, 2};
+            b->keys = (list){{KEYS_RANDOM, KEYS_PLANTED}, b->prefill ? 1 : 2};
     }
     if (has(&b->keys, KEYS_RECORDED) == (b->recorded != NULL)) return true;
     fputs(b->recorded ? "entmaxkv: --recorded is given, but --keys does not hold recorded\n"
@@ -205,11 +234,12 @@ static bool check_options(bench *b) {
 
 /* Exit status, or -1 to go on. */
 static int parse(int argc, char **argv, bench *b) {
-    enum { KEYS, RECORDED, POLICY, CONTEXT, GROUP, BATCH, ALPHA, DTYPE, PAGE_SIZE, THREADS, KV_HEADS, DIM, KEY_DIM, VALUE_DIM,
-           BUDGET, BACKEND, REPEAT, WARM, SEED, AS_JSON, AS_CSV, PLOT, ONLY_LIST, HELP };
+    enum { KEYS, RECORDED, POLICY, CONTEXT, PREFILL, QUERIES, GROUP, BATCH, ALPHA, DTYPE, PAGE_SIZE, THREADS, KV_HEADS, DIM,
+           KEY_DIM, VALUE_DIM, BUDGET, BACKEND, REPEAT, WARM, SEED, AS_JSON, AS_CSV, PLOT, ONLY_LIST, HELP };
     static const struct option options[] = {
         {"keys", required_argument, NULL, KEYS},           {"recorded", required_argument, NULL, RECORDED},
         {"policy", required_argument, NULL, POLICY},       {"context", required_argument, NULL, CONTEXT},
+        {"prefill", required_argument, NULL, PREFILL},     {"queries", required_argument, NULL, QUERIES},
         {"group", required_argument, NULL, GROUP},         {"batch", required_argument, NULL, BATCH},
         {"alpha", required_argument, NULL, ALPHA},         {"dtype", required_argument, NULL, DTYPE},
         {"page-size", required_argument, NULL, PAGE_SIZE}, {"threads", required_argument, NULL, THREADS},
@@ -221,6 +251,7 @@ static int parse(int argc, char **argv, bench *b) {
         {"csv", no_argument, NULL, AS_CSV},                {"plot", required_argument, NULL, PLOT},
         {"list", no_argument, NULL, ONLY_LIST},            {"help", no_argument, NULL, HELP},
         {NULL, 0, NULL, 0}};
+    list prefills = {.count = 0};
     bool ok = true;
     for (int option; ok && (option = getopt_long(argc, argv, "", options, NULL)) != -1;) {
         switch (option) {
@@ -228,6 +259,8 @@ static int parse(int argc, char **argv, bench *b) {
         case RECORDED: b->recorded = optarg; break;
         case POLICY: ok = parse_names("policy", optarg, policy_names, POLICIES, &b->policies); break;
         case CONTEXT: ok = parse_numbers("context", optarg, 1, 1 << 30, &b->contexts); break;
+        case PREFILL: ok = parse_numbers("prefill", optarg, 2, 1 << 30, &prefills); break;
+        case QUERIES: ok = command_number("queries", optarg, 2, 1 << 30, &b->queries); break;
         case GROUP: ok = parse_numbers("group", optarg, 1, 256, &b->groups); break;
         case BATCH: ok = parse_numbers("batch", optarg, 1, 1024, &b->batches); break;
         case ALPHA: ok = parse_alphas(b, optarg); break;
@@ -258,7 +291,7 @@ static int parse(int argc, char **argv, bench *b) {
         fprintf(stderr, "entmaxkv: bench takes no argument '%s'\n", argv[optind]);
         ok = false;
     }
-    return ok && check_options(b) ? -1 : EXIT_USAGE;
+    return ok && check_options(b, &prefills) ? -1 : EXIT_USAGE;
 }
 
 /* ---- what is run ---- */
@@ -284,6 +317,9 @@ static workload_shape shape_of(const bench *b, key_kind keys, ekv_dtype dtype, i
     return s;
 }
 
+/* Query tokens of each sequence. */
+static int64_t queries_of(const bench *b, const workload_shape *s) { return b->queries < s->context ? b->queries : s->context; }
+
 static list groups_of(const bench *b, const workload_shape *s) {
     if (s->keys == KEYS_RECORDED) return (list){{b->recording.q_heads / b->recording.kv_heads}, 1};
     return b->groups;
@@ -303,14 +339,24 @@ static int policies_of(const bench *b, const workload_shape *s, measured_policy 
     return count;
 }
 
+/* Memory that it takes, but for the library's scratch memory and what the caches are filled from. */
+static double bytes_of(const bench *b, const workload_shape *s) {
+    measured_policy measured[MEASURED];
+    const list groups = groups_of(b, s);
+    int64_t most = 0;
+    for (int g = 0; g < groups.count; g++)
+        if (groups.value[g] > most) most = groups.value[g];
+    return workload_bytes(s) + measure_bytes(s, (int32_t)most, queries_of(b, s), policies_of(b, s, measured));
+}
+
 /* Why a workload cannot be run; false if it can. */
 static bool unfit(const bench *b, const workload_shape *s, char *why, size_t size) {
     const recording *r = &b->recording;
-    const double bytes = workload_bytes(s), room = 0.9 * machine_free_memory();
+    const double bytes = bytes_of(b, s), room = 0.9 * machine_free_memory();
     why[0] = 0;
     if (s->keys == KEYS_RECORDED && s->context + s->batch - 1 > r->length)
         snprintf(why, size, "the recording has %" PRId64 " tokens", r->length);
-    else if (s->keys == KEYS_RECORDED && s->batch > r->queries)
+    else if (s->keys == KEYS_RECORDED && queries_of(b, s) + s->batch - 1 > r->queries)
         snprintf(why, size, "the recording has queries of %" PRId64 " positions", r->queries);
     else if (s->context > INT32_MAX / s->batch - s->page_size)
         snprintf(why, size, "that is more than 2^31 tokens");
@@ -340,8 +386,9 @@ static bool run_cells(bench *b, const workload *w) {
     for (int t = 0; t < b->crew_count; t++) {
         for (int g = 0; g < groups.count; g++) {
             const cell c = {.workload = w, .context = b->crews[t].context, .stream = &b->crews[t].stream,
-                            .bandwidth = b->crews[t].bandwidth, .policies = measured, .policy_count = count,
-                            .group = (int32_t)groups.value[g], .budget = b->budget, .repeats = (int)b->repeats, .warm = b->warm};
+                            .bandwidth = b->crews[t].bandwidth, .peak = b->crews[t].peak, .policies = measured, .policy_count = count,
+                            .group = (int32_t)groups.value[g], .queries = queries_of(b, &w->shape), .budget = b->budget,
+                            .repeats = (int)b->repeats, .warm = b->warm};
             if (!measure_cell(&c, results, &b->error) || !keep_results(b, results, count)) return false;
         }
     }
@@ -361,7 +408,7 @@ static bool run_workload(bench *b, const workload_shape *s) {
     b->planned++;
     if (b->only_list) {
         printf("%s keys, %s, pages of %d, batch %d, context %" PRId64 ": %.2f GiB\n", key_kind_names[s->keys],
-               dtype_names[s->dtype], s->page_size, s->batch, s->context, gib(workload_bytes(s)));
+               dtype_names[s->dtype], s->page_size, s->batch, s->context, gib(bytes_of(b, s)));
         return true;
     }
     const bool ok = workload_create(b->filler, s, &w, &b->error) && run_cells(b, &w);
@@ -436,6 +483,9 @@ static bool open_crew(bench *b, int64_t threads, size_t bytes) {
     c->bandwidth = machine_stream_bandwidth(&c->stream, 7);
     fprintf(notes(b), "read bandwidth: %.2f GB/s with %d thread%s, best of 7 readings of %zu MiB\n", 1e-9 * c->bandwidth, count,
             count == 1 ? "" : "s", bytes >> 20);
+    c->peak = machine_multiply_add_peak(ekv_context_backend(c->context), count, 25);
+    fprintf(notes(b), "multiply-adds: %.1f GFLOP/s fused, %.1f as two instructions, with %d thread%s, best of 25 loops\n",
+            1e-9 * c->peak.fused, 1e-9 * c->peak.separate, count, count == 1 ? "" : "s");
     return true;
 }
 
@@ -457,7 +507,9 @@ static void print_head(const bench *b, int argc, char **argv, size_t cache) {
     if (b->recorded)
         fprintf(notes(b), "recording: %s, %d layers, %" PRId64 " tokens, alpha %g\n", b->recorded, b->recording.layers,
                 b->recording.length, b->recording.alpha);
-    fprintf(notes(b), "times: median and middle half of %" PRId64 " steps; topk reads %" PRId64 " tokens\n", b->repeats, b->budget);
+    fprintf(notes(b), "times: median and middle half of %" PRId64 " steps", b->repeats);
+    if (!b->prefill) fprintf(notes(b), "; topk reads %" PRId64 " tokens", b->budget);
+    fputc('\n', notes(b));
     fflush(notes(b));
 }
 
@@ -486,9 +538,8 @@ static void release(bench *b) {
 
 int command_bench(int argc, char **argv) {
     static bench b;
-    b = (bench){.policies = {{0, 1, 2, 3, 4}, POLICIES}, .contexts = {{4096, 32768, 131072}, 3}, .groups = {{1, 4}, 2},
-                .batches = {{1}, 1}, .dtypes = {{EKV_F16}, 1}, .page_sizes = {{16}, 1}, .threads = {{0}, 1}, .kv_heads = 8,
-                .k_dim = 128, .v_dim = 128, .budget = 1024, .repeats = 9, .seed = 1};
+    b = (bench){.groups = {{1, 4}, 2}, .batches = {{1}, 1}, .dtypes = {{EKV_F16}, 1}, .page_sizes = {{16}, 1}, .threads = {{0}, 1},
+                .kv_heads = 8, .k_dim = 128, .v_dim = 128, .budget = 1024, .repeats = 9, .seed = 1};
     const int status = parse(argc, argv, &b);
     if (status >= 0) return status;
     const bool ok = run(&b, argc, argv);

@@ -17,7 +17,7 @@
 #define EKV_COMMANDS(X)                                                                                                        \
   X(info, "shows version, build options, CPU, backends, threads, caches, NUMA nodes, GPUs")                                    \
   X(conform, "compares kernels and policies with plain double-precision code")                                                 \
-  X(bench, "times decode steps of every policy against softmax and memory bandwidth")                                          \
+  X(bench, "times decode and prefill against softmax, memory bandwidth and multiply-adds")                                          \
   X(reference, "computes attention in double precision from a safetensors file")
 
 #define EKV_DECLARE(name, text) int command_##name(int argc, char **argv);

@@ -15,6 +15,11 @@
 #if EKV_WITH_HWLOC
 #  include <hwloc.h>
 #endif
+#if defined(__x86_64__)
+#  include <immintrin.h>
+#elif defined(__aarch64__)
+#  include <arm_neon.h>
+#endif
 
 /* The rest of the first line of a file that begins with `key`, behind a colon and blanks; false if there is none. */
 static bool line_of(const char *path, const char *key, char *text, size_t size) {
@@ -162,4 +167,94 @@ double machine_stream_bandwidth(const machine_stream *stream, int passes) {
         if (i == 0 || seconds < least) least = seconds;
     }
     return (double)stream->count * sizeof(uint64_t) / least;
+}
+
+/* ---- multiplying and adding ---- */
+
+/* Loops over chains, each in a register: as many as two units have additions under way, or four units of 64-bit Arm, and few enough
+ * that compilers keep them there.  The chains begin with different numbers, which the compiler does not know, since it would compute
+ * equal ones once.  Fused, 1/4 is added until nothing changes any more; apart, x becomes x/2 + 1/2 and tends to 1, since a product
+ * of constants would be computed once: no number is ever so large or small that it is slow. */
+#if defined(__clang__)
+#  define UNROLL _Pragma("unroll")
+#else
+#  define UNROLL _Pragma("GCC unroll 32")
+#endif
+#define CHAINS_LOOP(name, attributes, vector, chains, step)                                                                    \
+  attributes static float name(int64_t rounds, float start) {                                                                  \
+    const vector half = (vector){0} + 0.5f;                                                                                    \
+    vector x[chains], total = {0};                                                                                             \
+    UNROLL for (int i = 0; i < (chains); i++) x[i] = (vector){0} + start * (float)i;                                           \
+    for (int64_t round = 0; round < rounds; round++) {                                                                         \
+      UNROLL for (int i = 0; i < (chains); i++) x[i] = step;                                                                   \
+    }                                                                                                                          \
+    UNROLL for (int i = 0; i < (chains); i++) total += x[i];                                                                   \
+    return total[0];                                                                                                           \
+  }
+#define SEPARATE (x[i] * half + half) /* this file is compiled with -ffp-contract=off */
+
+typedef struct peak_loop {
+    const char *backend; /* NULL: all others */
+    float (*fused)(int64_t rounds, float start);
+    float (*separate)(int64_t rounds, float start);
+    int chains, lanes;
+} peak_loop;
+
+enum { WIDE_CHAINS = 16, NARROW_CHAINS = 14 }; /* of 32 and of 16 registers */
+
+#if defined(__x86_64__)
+CHAINS_LOOP(fused_avx512, __attribute__((target("avx512f"))), __m512, WIDE_CHAINS, _mm512_fmadd_ps(half, half, x[i]))
+CHAINS_LOOP(separate_avx512, __attribute__((target("avx512f"))), __m512, WIDE_CHAINS, SEPARATE)
+CHAINS_LOOP(fused_avx2, __attribute__((target("avx2,fma"))), __m256, NARROW_CHAINS, _mm256_fmadd_ps(half, half, x[i]))
+CHAINS_LOOP(separate_avx2, __attribute__((target("avx2,fma"))), __m256, NARROW_CHAINS, SEPARATE)
+CHAINS_LOOP(separate_sse2, , __m128, NARROW_CHAINS, SEPARATE) /* what code that names no instruction set is compiled for */
+static const peak_loop peak_loops[] = {{"avx512", fused_avx512, separate_avx512, WIDE_CHAINS, 16},
+                                       {"avx2", fused_avx2, separate_avx2, NARROW_CHAINS, 8},
+                                       {NULL, separate_sse2, separate_sse2, NARROW_CHAINS, 4}};
+#elif defined(__aarch64__)
+CHAINS_LOOP(fused_neon, , float32x4_t, WIDE_CHAINS, vfmaq_f32(x[i], half, half))
+CHAINS_LOOP(separate_neon, , float32x4_t, WIDE_CHAINS, SEPARATE)
+static const peak_loop peak_loops[] = {{NULL, fused_neon, separate_neon, WIDE_CHAINS, 4}};
+#else
+typedef float vector4 __attribute__((vector_size(16)));
+CHAINS_LOOP(separate_plain, , vector4, NARROW_CHAINS, SEPARATE)
+static const peak_loop peak_loops[] = {{NULL, separate_plain, separate_plain, NARROW_CHAINS, 4}};
+#endif
+
+static volatile float start_of_chains = 1, last_of_chains;
+
+/* Seconds that all threads take for `rounds` rounds each. */
+static double time_rounds(float (*loop)(int64_t rounds, float start), int threads, int64_t rounds) {
+    const float start = start_of_chains;
+    const double begin = machine_seconds();
+    float total = 0;
+#if defined(_OPENMP)
+#  pragma omp parallel for schedule(static, 1) num_threads(threads) reduction(+ : total)
+#endif
+    for (int thread = 0; thread < threads; thread++) total += loop(rounds, start);
+    last_of_chains = total;
+    return machine_seconds() - begin;
+}
+
+/* Rounds of all threads per second. */
+static double round_rate(float (*loop)(int64_t rounds, float start), int threads, int passes) {
+    const double enough = 0.01; /* seconds: long beside the start of threads, short so that other programs leave some pass alone */
+    int64_t rounds = 1000;
+    double least = time_rounds(loop, threads, rounds);
+    while (least < enough) least = time_rounds(loop, threads, rounds *= 2);
+    for (int i = 1; i < passes; i++) {
+        const double seconds = time_rounds(loop, threads, rounds);
+        if (seconds < least) least = seconds;
+    }
+    return (double)rounds * threads / least;
+}
+
+machine_peak machine_multiply_add_peak(const char *backend, int threads, int passes) {
+    const peak_loop *p = peak_loops;
+    while (p->backend && strcmp(p->backend, backend) != 0) p++;
+    const double operations = 2.0 * p->chains * p->lanes;
+    machine_peak peak;
+    peak.separate = operations * round_rate(p->separate, threads, passes);
+    peak.fused = p->fused == p->separate ? peak.separate : operations * round_rate(p->fused, threads, passes);
+    return peak;
 }

@@ -1,5 +1,5 @@
 /*
- * The machine as the benchmark sees it: its processor and memory, a clock, and reading memory as fast as it can be read.
+ * The machine as the benchmark sees it: its processor and memory, a clock, and how fast it can read memory and multiply and add.
  *
  * SPDX-License-Identifier: Apache-2.0
  */
@@ -33,5 +33,14 @@ void machine_stream_close(machine_stream *stream);
 void machine_stream_read(const machine_stream *stream);
 /* Bytes per second of the fastest of `passes` readings. */
 double machine_stream_bandwidth(const machine_stream *stream, int passes);
+
+/* Floating-point operations per second, a multiplication and an addition being two. */
+typedef struct machine_peak {
+    double fused;    /* one instruction for both: what the processor can do; without such an instruction, as separate */
+    double separate; /* two instructions, as the kernels use them, so that all instruction sets return the same bits */
+} machine_peak;
+
+/* Of `threads` threads with the instruction set of a backend that can run here; the fastest of `passes` loops in registers. */
+machine_peak machine_multiply_add_peak(const char *backend, int threads, int passes);
 
 #endif

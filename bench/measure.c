@@ -11,12 +11,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SAMPLE = 4 }; /* rows of each layer that are computed in double precision */
+enum { SAMPLE = 4, PREFILL_SAMPLE = 16 }; /* rows of each layer that are computed in double precision */
 
 typedef struct job {
     const cell *cell;
-    int64_t rows;        /* of a step: batch * q_heads */
+    int32_t q_heads;
+    int64_t rows;        /* of a step: batch * queries * q_heads */
     int samples;         /* of them that are checked */
+    int32_t *q_start;    /* [batch + 1] */
     float *q;            /* [layers][rows][k_dim] */
     float *out;          /* [policies][layers][rows][v_dim] */
     ekv_report *reports; /* [rows] */
@@ -30,6 +32,7 @@ typedef struct job {
 static void *room(size_t a, size_t b, size_t c, size_t size) { return calloc(a * b * c + 1, size); }
 
 static void release(job *j) {
+    free(j->q_start);
     free(j->q);
     free(j->out);
     free(j->reports);
@@ -44,6 +47,7 @@ static bool allocate(job *j) {
     const cell *c = j->cell;
     const workload_shape *s = &c->workload->shape;
     const size_t policies = (size_t)c->policy_count, layers = (size_t)s->layers, rows = (size_t)j->rows;
+    j->q_start = room(1, 1, (size_t)s->batch + 1, sizeof *j->q_start);
     j->q = room(layers, rows, (size_t)s->k_dim, sizeof *j->q);
     j->out = room(policies * layers, rows, (size_t)s->v_dim, sizeof *j->out);
     j->reports = room(1, 1, rows, sizeof *j->reports);
@@ -52,7 +56,12 @@ static bool allocate(job *j) {
     j->scores = room(1, 1, (size_t)s->context, sizeof *j->scores);
     j->z = room(1, 1, (size_t)s->context, sizeof *j->z);
     j->weights = room(1, 1, (size_t)s->context, sizeof *j->weights);
-    return j->q && j->out && j->reports && j->expected && j->seconds && j->scores && j->z && j->weights;
+    return j->q_start && j->q && j->out && j->reports && j->expected && j->seconds && j->scores && j->z && j->weights;
+}
+
+double measure_bytes(const workload_shape *shape, int32_t group, int64_t queries, int policy_count) {
+    const double rows = (double)shape->batch * (double)queries * shape->kv_heads * group;
+    return rows * ((double)shape->layers * (shape->k_dim + (double)policy_count * shape->v_dim) * sizeof(float) + sizeof(ekv_report));
 }
 
 static float *out_of(const job *j, int policy, int32_t layer) {
@@ -68,6 +77,12 @@ static double *expected_of(const job *j, int policy, int32_t layer, int sample) 
 
 static int64_t sampled_row(const job *j, int sample) { return j->samples > 1 ? sample * (j->rows - 1) / (j->samples - 1) : 0; }
 
+/* Where a row stands, and what it sees: the tokens up to its own. */
+static int64_t sequence_of(const job *j, int64_t row) { return row / (j->cell->queries * j->q_heads); }
+static int64_t seen_by(const job *j, int64_t row) {
+    return j->cell->workload->shape.context - j->cell->queries + 1 + row / j->q_heads % j->cell->queries;
+}
+
 /* ---- the library's steps ---- */
 
 static float scale_of(const workload_shape *s) {
@@ -82,7 +97,8 @@ static bool decode(const job *j, int policy, int32_t layer, ekv_report *reports,
     p.cache = c->workload->cache;
     p.layer = layer;
     p.sequences = c->workload->sequences;
-    p.q_heads = s->kv_heads * c->group;
+    p.q_heads = j->q_heads;
+    p.q_start = j->q_start;
     p.q = j->q + (size_t)layer * (size_t)j->rows * (size_t)s->k_dim;
     p.out = out_of(j, policy, layer);
     p.alpha = c->policies[policy].alpha;
@@ -98,22 +114,25 @@ static bool decode(const job *j, int policy, int32_t layer, ekv_report *reports,
 /* The step that is not timed: it also gets the library its scratch memory. */
 static bool describe(const job *j, int policy, measurement *m, lm_error *error) {
     const workload_shape *s = &j->cell->workload->shape;
-    double pages = 0, total_pages = 0;
+    double pages = 0, total_pages = 0, seen = 0;
     for (int32_t layer = 0; layer < s->layers; layer++) {
         if (!decode(j, policy, layer, j->reports, error)) return false;
         for (int64_t i = 0; i < j->rows; i++) {
             const ekv_report *r = &j->reports[i];
             m->bytes += (double)(r->bytes_statistics + r->bytes_sketch + r->bytes_keys + r->bytes_values);
+            m->flop += 2 * ((double)r->tokens * s->k_dim + (double)r->support * s->v_dim);
             m->support += (double)r->support;
+            seen += (double)seen_by(j, i);
             m->certified_share += r->certified;
             pages += (double)r->pages;
-            total_pages += (double)((s->context + s->page_size - 1) / s->page_size);
+            total_pages += (double)((seen_by(j, i) + s->page_size - 1) / s->page_size);
         }
     }
     const double rows = (double)j->rows * s->layers;
     m->bytes /= s->layers;
+    m->flop /= s->layers;
+    m->support_share = m->support / seen;
     m->support /= rows;
-    m->support_share = m->support / (double)s->context;
     m->certified_share /= rows;
     m->pages_share = pages / total_pages;
     return true;
@@ -139,18 +158,18 @@ static bool time_all(job *j, lm_error *error) {
 static void score_row(const job *j, int32_t layer, int64_t row) {
     const workload *w = j->cell->workload;
     const workload_shape *s = &w->shape;
-    const int64_t q_heads = s->kv_heads * j->cell->group, head = row % q_heads;
-    const int32_t *table = ekv_cache_block_table(w->cache, w->sequences[row / q_heads]);
+    const int64_t head = row % j->q_heads, seen = seen_by(j, row);
+    const int32_t *table = ekv_cache_block_table(w->cache, w->sequences[sequence_of(j, row)]);
     const float *q = j->q + ((size_t)layer * (size_t)j->rows + (size_t)row) * (size_t)s->k_dim;
     const double slope = s->recording ? (double)s->recording->slopes[head] : 0, scale = (double)scale_of(s);
     ekv_kv kv;
     ekv_cache_layer(w->cache, layer, &kv, NULL);
-    for (int64_t t = 0; t < s->context; t++) {
+    for (int64_t t = 0; t < seen; t++) {
         const int64_t at = table[t / s->page_size] * kv.k_block_stride + t % s->page_size * kv.k_token_stride +
                            head / j->cell->group * kv.k_head_stride;
         double sum = 0;
         for (int32_t d = 0; d < s->k_dim; d++) sum += (double)q[d] * ekv_reference_load(kv.dtype, kv.k, at + d);
-        j->scores[t] = scale * sum + slope * (double)(t - (s->context - 1));
+        j->scores[t] = scale * sum + slope * (double)(t - (seen - 1));
     }
 }
 
@@ -158,13 +177,13 @@ static void score_row(const job *j, int32_t layer, int64_t row) {
 static void attend_row(const job *j, int32_t layer, int64_t row, double alpha, double *out) {
     const workload *w = j->cell->workload;
     const workload_shape *s = &w->shape;
-    const int64_t q_heads = s->kv_heads * j->cell->group, head = row % q_heads;
-    const int32_t *table = ekv_cache_block_table(w->cache, w->sequences[row / q_heads]);
+    const int64_t head = row % j->q_heads, seen = seen_by(j, row);
+    const int32_t *table = ekv_cache_block_table(w->cache, w->sequences[sequence_of(j, row)]);
     ekv_kv kv;
     ekv_cache_layer(w->cache, layer, &kv, NULL);
-    for (int64_t t = 0; t < s->context; t++) j->z[t] = alpha > 1 ? (alpha - 1) * j->scores[t] : j->scores[t];
-    ekv_reference_entmax(alpha, j->z, NULL, s->context, j->weights);
-    for (int64_t t = 0; t < s->context; t++) {
+    for (int64_t t = 0; t < seen; t++) j->z[t] = alpha > 1 ? (alpha - 1) * j->scores[t] : j->scores[t];
+    ekv_reference_entmax(alpha, j->z, NULL, seen, j->weights);
+    for (int64_t t = 0; t < seen; t++) {
         const int64_t at = table[t / s->page_size] * kv.v_block_stride + t % s->page_size * kv.v_token_stride +
                            head / j->cell->group * kv.v_head_stride;
         if (j->weights[t] == 0) continue;
@@ -255,6 +274,7 @@ static void summarise(job *j, measurement *results) {
         m->caches = c->warm ? "warm" : "cold";
         m->alpha = c->policies[i].alpha;
         m->context = s->context;
+        m->queries = c->queries;
         m->group = c->group;
         m->batch = s->batch;
         m->threads = ekv_context_threads(c->context);
@@ -272,6 +292,10 @@ static void summarise(job *j, measurement *results) {
         m->ms_max = unit * seconds[c->repeats - 1];
         m->bandwidth = c->bandwidth;
         m->bandwidth_share = m->bytes / (1e-3 * m->ms) / c->bandwidth;
+        m->flop_rate = m->flop / (1e-3 * m->ms);
+        m->flop_peak = c->peak.fused;
+        m->flop_peak_separate = c->peak.separate;
+        m->flop_share = m->flop_rate / c->peak.fused;
         m->speedup_vs_softmax = results[0].ms / m->ms;
     }
 }
@@ -279,8 +303,9 @@ static void summarise(job *j, measurement *results) {
 static bool run(job *j, measurement *results, lm_error *error) {
     const cell *c = j->cell;
     const workload_shape *s = &c->workload->shape;
+    for (int32_t b = 0; b <= s->batch; b++) j->q_start[b] = (int32_t)(b * c->queries);
     for (int32_t layer = 0; layer < s->layers; layer++)
-        workload_queries(c->workload, layer, c->group, j->q + (size_t)layer * (size_t)j->rows * (size_t)s->k_dim);
+        workload_queries(c->workload, layer, c->group, c->queries, j->q + (size_t)layer * (size_t)j->rows * (size_t)s->k_dim);
     for (int i = 0; i < c->policy_count; i++)
         if (!describe(j, i, &results[i], error)) return false;
     if (!check_certified(j, error)) return false;
@@ -294,8 +319,10 @@ static bool run(job *j, measurement *results, lm_error *error) {
 
 bool measure_cell(const cell *c, measurement *results, lm_error *error) {
     const workload_shape *s = &c->workload->shape;
-    job j = {.cell = c, .rows = (int64_t)s->batch * s->kv_heads * c->group};
-    j.samples = j.rows < SAMPLE ? (int)j.rows : SAMPLE;
+    const int samples = c->queries > 1 ? PREFILL_SAMPLE : SAMPLE;
+    job j = {.cell = c, .q_heads = s->kv_heads * c->group};
+    j.rows = s->batch * c->queries * j.q_heads;
+    j.samples = j.rows < samples ? (int)j.rows : samples;
     memset(results, 0, (size_t)c->policy_count * sizeof *results);
     const bool ok = (allocate(&j) || lm_fail(error, "out of memory")) && run(&j, results, error);
     release(&j);

@@ -30,7 +30,9 @@ static const struct {
     FIELD(WHOLE, kv_heads),       FIELD(WHOLE, key_dim),     FIELD(WHOLE, value_dim),
     FIELD(WHOLE, budget),         FIELD(REAL, pages_share),  FIELD(REAL, support),
     FIELD(REAL, support_share),   FIELD(REAL, certified_share), FIELD(REAL, bandwidth),
-    FIELD(TEXT, backend),         FIELD(TEXT, caches),
+    FIELD(TEXT, backend),         FIELD(TEXT, caches),       FIELD(WHOLE, queries),
+    FIELD(REAL, flop),            FIELD(REAL, flop_rate),    FIELD(REAL, flop_share),
+    FIELD(REAL, flop_peak),       FIELD(REAL, flop_peak_separate),
 #undef FIELD
 };
 enum { FIELDS = sizeof fields / sizeof fields[0] };
@@ -86,19 +88,29 @@ void output_csv(const measurement *results, int count) {
     }
 }
 
+/* Decode reads memory, and prefill computes: what is shown is how well they do it. */
 void output_table(const measurement *results, int count) {
     const measurement *m = &results[0];
-    printf("\n%s keys, context %" PRId64 ", group %" PRId64 ", batch %" PRId64 ", %" PRId64 " thread%s, %s, pages of %" PRId64
-           ", %" PRId64 " KV heads of %" PRId64 " + %" PRId64,
-           m->keys, m->context, m->group, m->batch, m->threads, m->threads == 1 ? "" : "s", m->dtype, m->page_size, m->kv_heads,
-           m->key_dim, m->value_dim);
+    const bool prefill = m->queries > 1;
+    printf("\n%s keys, context %" PRId64, m->keys, m->context);
+    if (prefill) printf(", the last %" PRId64 " query tokens", m->queries);
+    printf(", group %" PRId64 ", batch %" PRId64 ", %" PRId64 " thread%s, %s, pages of %" PRId64 ", %" PRId64 " KV heads of %" PRId64
+           " + %" PRId64,
+           m->group, m->batch, m->threads, m->threads == 1 ? "" : "s", m->dtype, m->page_size, m->kv_heads, m->key_dim, m->value_dim);
     if (m->layers > 1) printf(", mean of %" PRId64 " layers", m->layers);
-    printf("\n%-9s %6s %10s %21s %10s %9s %8s %9s %8s %9s\n", "policy", "alpha", "ms", "middle half", "MB read", "bandwidth",
-           "speed-up", "error", "pages", "support");
+    printf("\n%-9s %6s %10s %21s ", "policy", "alpha", "ms", "middle half");
+    if (prefill)
+        printf("%10s %9s %9s %9s %9s\n", "GFLOP/s", "of peak", "/ softmax", "error", "support");
+    else
+        printf("%10s %9s %8s %9s %8s %9s\n", "MB read", "bandwidth", "speed-up", "error", "pages", "support");
     for (int i = 0; i < count; i++) {
         m = &results[i];
-        printf("%-9s %6.4g %10.3f %10.3f-%-10.3f %10.3f %7.1f %% %8.2f %9.2g %6.2f %% %7.3f %%\n", m->policy, m->alpha, m->ms,
-               m->ms_q1, m->ms_q3, 1e-6 * m->bytes, 100 * m->bandwidth_share, m->speedup_vs_softmax, m->relative_error,
-               100 * m->pages_share, 100 * m->support_share);
+        printf("%-9s %6.4g %10.3f %10.3f-%-10.3f ", m->policy, m->alpha, m->ms, m->ms_q1, m->ms_q3);
+        if (prefill)
+            printf("%10.1f %7.1f %% %9.2f %9.2g %7.3f %%\n", 1e-9 * m->flop_rate, 100 * m->flop_share, 1 / m->speedup_vs_softmax,
+                   m->relative_error, 100 * m->support_share);
+        else
+            printf("%10.3f %7.1f %% %8.2f %9.2g %6.2f %% %7.3f %%\n", 1e-6 * m->bytes, 100 * m->bandwidth_share,
+                   m->speedup_vs_softmax, m->relative_error, 100 * m->pages_share, 100 * m->support_share);
     }
 }

@@ -12,7 +12,7 @@
 
 const char *const key_kind_names[KEY_KINDS] = {"random", "planted", "recorded"};
 
-enum { RUN = 16, STRETCH = 800, ROWS = 1024 /* most tokens that are filled at once */ };
+enum { RUN = 16, STRETCH = 800, ROWS = 1024 /* most tokens that are filled at once */, MOST_IN_GROUP = 256 };
 
 static const double query_share = 0.9, cluster_noise = 0.02;
 
@@ -90,8 +90,9 @@ static void fill_key(const workload_shape *s, int32_t sequence, int32_t head, in
     for (int32_t d = 0; d < s->k_dim; d++) row[d] = (float)(strength * u[d] + cluster_noise * row[d]);
 }
 
-static void fill_query(const workload_shape *s, int32_t sequence, int32_t head, int32_t group, float *row) {
-    const uint64_t stream = stream_of(s->seed, QUERIES, sequence, head, group);
+/* Of query head `group` of a KV head, `back` tokens before the last one. */
+static void fill_query(const workload_shape *s, int32_t sequence, int32_t head, int32_t group, int64_t back, float *row) {
+    const uint64_t stream = stream_of(s->seed, QUERIES, sequence, head, back * MOST_IN_GROUP + group);
     float u[EKV_MAX_DIM];
     if (s->keys == KEYS_RANDOM) {
         normal_row(stream, s->k_dim, row);
@@ -219,16 +220,22 @@ void workload_free(workload *w) {
     *w = (workload){0};
 }
 
-void workload_queries(const workload *w, int32_t layer, int32_t group, float *q) {
+void workload_queries(const workload *w, int32_t layer, int32_t group, int64_t tokens, float *q) {
     const workload_shape *s = &w->shape;
     const recording *r = s->recording;
+    const size_t row = (size_t)(s->kv_heads * group) * (size_t)s->k_dim; /* of a token */
     for (int32_t b = 0; b < s->batch; b++) {
-        const size_t row = (size_t)(s->kv_heads * group) * (size_t)s->k_dim;
+        float *of_sequence = q + (size_t)b * (size_t)tokens * row;
         if (s->keys == KEYS_RECORDED) {
-            memcpy(q + (size_t)b * row, r->layer[layer].q + (size_t)(r->queries - 1 - b) * row * sizeof *q, row * sizeof *q);
+            const size_t first = (size_t)(r->queries - b - tokens);
+            memcpy(of_sequence, r->layer[layer].q + first * row * sizeof *q, (size_t)tokens * row * sizeof *q);
             continue;
         }
-        for (int32_t h = 0; h < s->kv_heads * group; h++)
-            fill_query(s, b, h / group, h % group, q + (size_t)b * row + (size_t)h * (size_t)s->k_dim);
+#if defined(_OPENMP)
+#  pragma omp parallel for schedule(static)
+#endif
+        for (int64_t t = 0; t < tokens; t++)
+            for (int32_t h = 0; h < s->kv_heads * group; h++)
+                fill_query(s, b, h / group, h % group, tokens - 1 - t, of_sequence + (size_t)t * row + (size_t)h * (size_t)s->k_dim);
     }
 }

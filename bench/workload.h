@@ -15,9 +15,10 @@
  *           where boxes do: the two kinds of heads that a trained model has.
  *
  * recorded  What entmaxkv-lm record wrote: every layer, its own heads, dimensions, scale, slopes and alpha.  A context of N is the last
- *           N tokens, and the query that of the last position; sequence b of a batch ends b tokens earlier.
+ *           N tokens, and the queries those of the last positions; sequence b of a batch ends b tokens earlier.
  *
- * Values are normal, except for recorded ones.  All numbers depend on the seed and the place alone, not on threads.
+ * Query tokens have queries of their own; a planted head looks for the same direction at all of them.  Values are normal, except for
+ * recorded ones.  All numbers depend on the seed and the place alone, not on threads.
  *
  * SPDX-License-Identifier: Apache-2.0
  */
@@ -50,7 +51,7 @@ double workload_bytes(const workload_shape *shape);
 /* Creates and fills the cache, with the statistics that the policies need.  False with the error set. */
 bool workload_create(ekv_context *context, const workload_shape *shape, workload *w, lm_error *error);
 void workload_free(workload *w); /* also after a failure */
-/* The queries of a step of one layer: [batch][kv_heads * group][k_dim]. */
-void workload_queries(const workload *w, int32_t layer, int32_t group, float *q);
+/* The queries of a step of one layer: [batch][tokens][kv_heads * group][k_dim], `tokens` at the end of each sequence. */
+void workload_queries(const workload *w, int32_t layer, int32_t group, int64_t tokens, float *q);
 
 #endif

@@ -229,8 +229,10 @@ static void softmax_scribbles(void) {
 /* The last group of a look-up forgets what its sums start from. */
 static void lookup_forgets_start_run(ekv_lookup_args *a) {
     good.lookup(a);
-    for (int t = 0; t < 16; t++)
-        a->sum[(a->groups - 1) * 16 + t] = (uint16_t)(a->sum[(a->groups - 1) * 16 + t] - a->start[a->groups - 1]);
+    for (int t = 0; t < 16; t++) {
+        uint16_t *sum = &a->sum[a->rows - 1][(a->groups - 1) * 16 + t];
+        *sum = (uint16_t)(*sum - a->start[a->rows - 1][a->groups - 1]);
+    }
 }
 static void lookup_forgets_start(void) {
     bad.lookup = lookup_forgets_start_run;

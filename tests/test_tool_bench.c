@@ -76,11 +76,18 @@ static const char *line_after(const char *text) {
 
 static bool near(double a, double b, double relative) { return fabs(a - b) <= relative * fabs(b); }
 
-/* What is so in every line, for elements of 2 bytes. */
-static void check_line(const char *line, const char *softmax) {
-    const double context = number_of(line, "context"), ms = number_of(line, "ms"), bytes = number_of(line, "bytes");
-    const double heads = number_of(line, "kv_heads") * number_of(line, "batch");
-    const double keys = heads * context * number_of(line, "key_dim") * 2, values = heads * context * number_of(line, "value_dim") * 2;
+/* Pairs of a query token and a token that it sees, of one query head: the last query token sees all, the one before all but one, ... */
+static double pairs_of(const char *line) {
+    const double context = number_of(line, "context"), queries = number_of(line, "queries");
+    return queries * (context - (queries - 1) / 2);
+}
+
+/* What is so in every line of decode and prefill. */
+static void check_figures(const char *line, const char *softmax) {
+    const double ms = number_of(line, "ms"), bytes = number_of(line, "bytes"), flop = number_of(line, "flop");
+    const double heads = number_of(line, "kv_heads") * number_of(line, "group") * number_of(line, "batch");
+    const double keys = 2 * heads * pairs_of(line) * number_of(line, "key_dim");
+    const double values = 2 * heads * pairs_of(line) * number_of(line, "value_dim") * number_of(line, "support_share");
     const double error = number_of(line, "relative_error"), worst = number_of(line, "worst_error");
     EXPECT(ms > 0 && number_of(line, "ms_min") > 0 && number_of(line, "ms_min") <= number_of(line, "ms_q1") &&
                number_of(line, "ms_q1") <= ms && ms <= number_of(line, "ms_q3") &&
@@ -88,20 +95,38 @@ static void check_line(const char *line, const char *softmax) {
            "times out of order: %.600s", line);
     EXPECT(near(number_of(line, "speedup_vs_softmax"), number_of(softmax, "ms") / ms, 1e-6), "%.600s", line);
     EXPECT(near(number_of(line, "bandwidth_share"), bytes / (1e-3 * ms) / number_of(line, "bandwidth"), 1e-6), "%.600s", line);
-    EXPECT(near(number_of(line, "support_share"), number_of(line, "support") / context, 1e-6), "%.600s", line);
+    EXPECT(near(number_of(line, "flop_rate"), flop / (1e-3 * ms), 1e-6), "%.900s", line);
+    EXPECT(near(number_of(line, "flop_share"), number_of(line, "flop_rate") / number_of(line, "flop_peak"), 1e-6), "%.900s", line);
+    EXPECT(number_of(line, "flop_peak") > 0 && number_of(line, "flop_peak_separate") > 0, "%.900s", line);
+    EXPECT(near(number_of(line, "support_share") * pairs_of(line), number_of(line, "support") * number_of(line, "queries"), 1e-6),
+           "%.600s", line);
     EXPECT(error > 0 && error <= worst * (1 + 1e-12), "errors %g and %g: %.600s", error, worst, line);
-    if (is(line, "policy", "softmax")) {
-        EXPECT(bytes == keys + values, "softmax reads %.0f bytes, expected %.0f", bytes, keys + values);
+    if (is(line, "policy", "softmax"))
         EXPECT(number_of(line, "speedup_vs_softmax") == 1 && number_of(line, "support_share") == 1, "%.600s", line);
-    }
-    if (is(line, "policy", "full")) { /* every key, and values of the support, which groups share */
-        const double least = keys + values / context * number_of(line, "support") / number_of(line, "batch");
-        EXPECT(bytes >= keys && bytes <= least * number_of(line, "group") + values, "full reads %.0f bytes", bytes);
-        EXPECT(bytes < keys + values, "full reads all values of sparse attention: %.600s", line);
+    if (is(line, "policy", "softmax") || is(line, "policy", "full")) {
+        EXPECT(near(flop, keys + values, 1e-6), "%g operations, expected %g: %.900s", flop, keys + values, line);
+    } else { /* some of the keys */
+        EXPECT(flop > values && flop <= (keys + values) * (1 + 1e-9), "%g operations: %.900s", flop, line);
     }
     if (is(line, "policy", "softmax") || is(line, "policy", "full") || is(line, "policy", "certified")) {
         EXPECT(worst < 1e-4, "an exact policy is off by %g: %.600s", worst, line);
         EXPECT(number_of(line, "certified_share") == 1, "%.600s", line);
+    }
+}
+
+/* What is so in every line of decode, for elements of 2 bytes. */
+static void check_line(const char *line, const char *softmax) {
+    const double context = number_of(line, "context"), bytes = number_of(line, "bytes");
+    const double heads = number_of(line, "kv_heads") * number_of(line, "batch");
+    const double keys = heads * context * number_of(line, "key_dim") * 2, values = heads * context * number_of(line, "value_dim") * 2;
+    check_figures(line, softmax);
+    EXPECT(number_of(line, "queries") == 1, "%.900s", line);
+    if (is(line, "policy", "softmax"))
+        EXPECT(bytes == keys + values, "softmax reads %.0f bytes, expected %.0f", bytes, keys + values);
+    if (is(line, "policy", "full")) { /* every key, and values of the support, which groups share */
+        const double least = keys + values / context * number_of(line, "support") / number_of(line, "batch");
+        EXPECT(bytes >= keys && bytes <= least * number_of(line, "group") + values, "full reads %.0f bytes", bytes);
+        EXPECT(bytes < keys + values, "full reads all values of sparse attention: %.600s", line);
     }
     if (is(line, "policy", "topk")) {
         const double page = number_of(line, "page_size"), pages = ceil(context / page);
@@ -110,14 +135,14 @@ static void check_line(const char *line, const char *softmax) {
     }
 }
 
-/* Checks all lines of a run; how many there are.  The first of each cell is softmax. */
-static int check_lines(void) {
+/* Checks all lines of a run with either; how many there are.  The first of each cell is softmax. */
+static int check_lines(void (*check)(const char *line, const char *softmax)) {
     const char *softmax = NULL;
     int lines = 0;
     for (const char *line = output; (line = object_at(line)) != NULL; line = line_after(line), lines++) {
         if (is(line, "policy", "softmax")) softmax = line;
         EXPECT(softmax != NULL, "the first policy is not softmax: %.200s", line);
-        check_line(line, softmax);
+        check(line, softmax);
     }
     return lines;
 }
@@ -132,6 +157,12 @@ START_TEST(command_line) {
     EXPECT_TOOL("", "bench --context 16,x", 2, "--context x");
     EXPECT_TOOL("", "bench --context 16,", 2, "--context :");
     EXPECT_TOOL("", "bench --context 16,32,16", 2, "--context: 16 stands twice");
+    EXPECT_TOOL("", "bench --prefill 1", 2, "--prefill 1: expected a whole number from 2");
+    EXPECT_TOOL("", "bench --prefill 64 --queries 1", 2, "--queries 1: expected a whole number from 2");
+    EXPECT_TOOL("", "bench --queries 64", 2, "--queries needs --prefill");
+    EXPECT_TOOL("", "bench --prefill 64 --context 64", 2, "--prefill stands in place of --context");
+    EXPECT_TOOL("", "bench --prefill 64 --policy full,topk", 2, "--prefill times the policies softmax and full alone");
+    EXPECT_TOOL("", "bench --prefill 64 --plot x.svg", 2, "--plot draws decode steps");
     EXPECT_TOOL("", "bench --group 0", 2, "--group 0");
     EXPECT_TOOL("", "bench --batch -1", 2, "--batch -1");
     EXPECT_TOOL("", "bench --page-size 257", 2, "--page-size 257");
@@ -163,7 +194,7 @@ START_TEST(results) {
     snprintf(arguments, sizeof arguments, "%s --alpha 1.5,2 --warm --json", small);
     EXPECT_TOOL("", arguments, 0, "conformance: every kernel and the policies to be timed");
     EXPECT(strstr(output, "read bandwidth: ") != NULL && strstr(output, "caches: warm") != NULL, "%.900s", output);
-    const int lines = check_lines(); /* 2 kinds of keys, contexts and groups; softmax and 4 policies at 2 alphas */
+    const int lines = check_lines(check_line); /* 2 kinds of keys, contexts and groups; softmax and 4 policies at 2 alphas */
     EXPECT(lines == 2 * 2 * 2 * 9, "%d lines", lines);
     static const char *const texts[] = {"\"keys\":\"random\"", "\"keys\":\"planted\"", "\"context\":256", "\"context\":1600",
                                         "\"group\":1", "\"group\":3", "\"alpha\":2", "\"caches\":\"warm\"", "\"threads\":2"};
@@ -186,7 +217,7 @@ START_TEST(planted_support) {
     const char *line = strstr(output, "{\"policy\":\"full\"");
     const double support = number_of(line, "support");
     EXPECT(support > 8 && support <= 32, "a support of %g tokens, expected up to 32", support);
-    EXPECT(check_lines() == 2, "%.300s", output);
+    EXPECT(check_lines(check_line) == 2, "%.300s", output);
     EXPECT(is(line, "caches", "cold"), "%.300s", line);
 }
 END_TEST
@@ -196,6 +227,22 @@ START_TEST(tables) {
                 "\npolicy,context,group,batch,threads,ms,bytes,bandwidth_share,speedup_vs_softmax,relative_error,");
     EXPECT(strstr(output, "\nsoftmax,64,1,1,1,") && strstr(output, "\nsoftmax,64,4,1,1,"), "%.2000s", output);
     EXPECT(strstr(output, "skipped: random keys") != NULL, "%.2000s", output);
+}
+END_TEST
+
+START_TEST(prefill) {
+    EXPECT_TOOL("", "bench --prefill 256,100 --queries 160 --batch 1,2 --kv-heads 2 --group 3 --key-dim 32 --value-dim 48 --repeat 2 "
+                    "--threads 2 --alpha 1.5,2 --json", 0, "multiply-adds: ");
+    EXPECT(check_lines(check_figures) == 2 * 2 * 3, "%.900s", output); /* random keys alone; softmax, and full at 2 alphas */
+    for (const char *line = output; (line = object_at(line)) != NULL; line = line_after(line)) {
+        const double context = number_of(line, "context");
+        EXPECT(is(line, "keys", "random") && number_of(line, "queries") == fmin(context, 160), "%.900s", line);
+        EXPECT(is(line, "policy", "softmax") || number_of(line, "support_share") < 0.9, "%.900s", line);
+        EXPECT(number_of(line, "pages_share") == 1, "%.900s", line);
+    }
+    EXPECT_TOOL("", "bench --prefill 64 --keys planted --group 1 --kv-heads 1 --dim 8 --repeat 1 --threads 1", 0,
+                "\nplanted keys, context 64, the last 64 query tokens, group 1,");
+    EXPECT(strstr(output, " GFLOP/s   of peak / softmax ") && strstr(output, "\nfull         1.5 "), "%.2000s", output);
 }
 END_TEST
 
@@ -306,15 +353,23 @@ static float element_of(const workload *w, int32_t layer, int32_t sequence, int6
 /* The definitions in workload.h: deviations, the share of clusters and their scores, and that nothing depends on chance. */
 static void check_keys(ekv_context *context, key_kind keys) {
     enum { CONTEXT = 8000, DIM = 48 };
-    static float q[2 * 4 * DIM], again[2 * 4 * DIM];
+    static float q[2 * 4 * DIM], again[2 * 4 * DIM], many[2 * 3 * 4 * DIM];
     const workload_shape shape = {.keys = keys, .dtype = EKV_F32, .layers = 1, .kv_heads = 2, .k_dim = DIM, .v_dim = 3, .page_size = 8,
                                   .batch = 2, .context = CONTEXT, .seed = 5};
     workload w, same;
     lm_error error = {""};
     EXPECT(workload_create(context, &shape, &w, &error) && workload_create(context, &shape, &same, &error), "%s", error.text);
-    workload_queries(&w, 0, 2, q);
-    workload_queries(&same, 0, 2, again);
+    workload_queries(&w, 0, 2, 1, q);
+    workload_queries(&same, 0, 2, 1, again);
     EXPECT(memcmp(q, again, sizeof q) == 0, "other queries the second time");
+    workload_queries(&w, 0, 2, 3, many); /* the last of three tokens has the queries of one, the others have their own */
+    for (int b = 0; b < 2; b++) {
+        const size_t row = 4 * DIM, bytes = row * sizeof *q;
+        const float *of_sequence = many + (size_t)b * 3 * row;
+        EXPECT(memcmp(of_sequence + 2 * row, q + (size_t)b * row, bytes) == 0, "the last query token of sequence %d", b);
+        EXPECT(memcmp(of_sequence, of_sequence + row, bytes) != 0 && memcmp(of_sequence + row, of_sequence + 2 * row, bytes) != 0,
+               "two query tokens of sequence %d are alike", b);
+    }
     for (int row = 0; row < 8; row++) { /* [batch][kv_heads][group] */
         const int32_t sequence = row / 4, head = row / 2 % 2;
         const double strength = 0.9 * (head ? 2.0 : 1.25) * sqrt((double)DIM);
@@ -391,7 +446,7 @@ START_TEST(recordings_are_cut_at_the_end) {
     recording r;
     workload w;
     lm_error error = {""};
-    float q[8];
+    float q[8], many[16];
     make_folder();
     snprintf(path, sizeof path, "%s/small.safetensors", folder);
     write_recording(path);
@@ -403,11 +458,16 @@ START_TEST(recordings_are_cut_at_the_end) {
                                   .page_size = 4, .batch = 2, .context = 5, .recording = &r};
     EXPECT(workload_create(context, &shape, &w, &error), "%s", error.text);
     for (int layer = 0; layer < 2; layer++) {
-        workload_queries(&w, layer, 2, q);
+        workload_queries(&w, layer, 2, 1, q);
+        workload_queries(&w, layer, 2, 2, many);
         for (int b = 0; b < 2; b++) {
-            for (int h = 0; h < 4; h++) /* positions 6 and 5 are queries 2 and 1 of the file */
+            for (int h = 0; h < 4; h++) { /* positions 6 and 5 are queries 2 and 1 of the file */
                 EXPECT(q[4 * b + h] == (float)(1000 * layer + 100 * (2 - b) + 10 * h), "query %d of sequence %d is %g", h, b,
                        (double)q[4 * b + h]);
+                EXPECT(many[8 * b + 4 + h] == q[4 * b + h] && many[8 * b + h] == q[4 * b + h] - 100,
+                       "queries %d of the last two tokens of sequence %d are %g and %g", h, b, (double)many[8 * b + h],
+                       (double)many[8 * b + 4 + h]);
+            }
             for (int t = 0; t < 5; t++)
                 for (int h = 0; h < 2; h++)
                     for (int d = 0; d < 2; d++) {
@@ -442,13 +502,20 @@ START_TEST(recordings) {
     EXPECT_TOOL("", arguments, 0, "batch 1, context 301: the recording has 300 tokens");
     EXPECT(strstr(output, "batch 5, context 200: the recording has queries of 4 positions") != NULL, "%.3000s", output);
     EXPECT(strstr(output, "batch 4, context 300: the recording has 300 tokens") != NULL, "%.3000s", output);
-    const int lines = check_lines();
+    const int lines = check_lines(check_line);
     EXPECT(lines == 3 * 5, "%d lines", lines);
     const char *line = object_at(output);
     EXPECT(number_of(line, "layers") == 6 && number_of(line, "kv_heads") == 4 && number_of(line, "group") == 2 &&
                number_of(line, "key_dim") == 64 && is(line, "keys", "recorded"),
            "%.600s", line);
     EXPECT(number_of(line_after(line), "alpha") == 1.5, "%.600s", line_after(line));
+
+    /* Of four positions with queries, three sequences, each of which ends a token earlier, leave two to the last. */
+    snprintf(arguments, sizeof arguments, "bench --recorded %s --prefill 256 --queries 3 --batch 2,3 --repeat 1 --threads 2 --json", path);
+    EXPECT_TOOL("", arguments, 0, "batch 3, context 256: the recording has queries of 4 positions");
+    EXPECT(check_lines(check_figures) == 2, "%.900s", output);
+    line = object_at(output);
+    EXPECT(number_of(line, "queries") == 3 && number_of(line, "batch") == 2 && number_of(line, "layers") == 6, "%.900s", line);
 
     /* Half a file, and another kind of file. */
     EXPECT(truncate(path, 100000) == 0, "truncate");
@@ -463,8 +530,8 @@ END_TEST
 
 int main(void) {
     const test_entry tests[] = {TEST_ENTRY(command_line), TEST_ENTRY(results), TEST_ENTRY(planted_support), TEST_ENTRY(tables),
-                                TEST_ENTRY(plots), TEST_ENTRY(wrong_kernels_are_not_timed), TEST_ENTRY(keys_are_as_described),
-                                TEST_ENTRY(recordings_are_cut_at_the_end),
+                                TEST_ENTRY(prefill), TEST_ENTRY(plots), TEST_ENTRY(wrong_kernels_are_not_timed),
+                                TEST_ENTRY(keys_are_as_described), TEST_ENTRY(recordings_are_cut_at_the_end),
 #ifdef EKV_LM
                                 TEST_ENTRY(recordings),
 #endif

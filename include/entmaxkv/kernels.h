@@ -244,15 +244,16 @@ typedef struct ekv_encode_args {
     double left, total; /* in and out: squares of all norms, and of x, of the finite keys are added, rounded up */
 } ekv_encode_args;
 
-/* lookup: sum[t] = start of its group + sum over codes of table[code][its number], saturating at 65535, for `groups` groups of 16
- * tokens. */
+/* lookup: for each row r, sum[r][t] = start[r] of its group + sum over codes of table[r][code][its number], saturating at 65535, for
+ * `groups` groups of 16 tokens. */
 typedef struct ekv_lookup_args {
-    const uint16_t *table;         /* [codes][16] */
+    const uint16_t *const *table;  /* [rows] each [codes][16] */
+    int rows;
     int codes;                     /* norms included; even; at most EKV_SKETCH_CODES + EKV_SKETCH_NORMS */
     const uint8_t *const *group;   /* [groups] each [codes / 2][16] */
-    const uint16_t *start;         /* [groups] */
+    const uint16_t *const *start;  /* [rows] each [groups] */
     int groups;
-    uint16_t *sum;                 /* [groups][16] */
+    uint16_t *const *sum;          /* [rows] each [groups][16] */
 } ekv_lookup_args;
 
 /* above: sets bit t % 64 of bits[t / 64] for every t < n with sum[t] > limit; other bits stay.  n is a multiple of 16. */

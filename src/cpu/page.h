@@ -123,12 +123,18 @@ EKV_INLINE void bound_terms(ekv_dtype dtype, const float *q, const char *low, co
 
 /* Pages whose pairs of sums are reduced at once: eight sums, see vp_sum8. */
 #define PAGES_AT_ONCE 4
+#define PAGES_AHEAD 8 /* statistics lie anywhere, so the hardware does not see them coming */
+
+EKV_INLINE void prefetch_pages(const void *const *statistics, int page, int n, size_t bytes) {
+    for (int i = page + PAGES_AHEAD; i < n && i < page + PAGES_AHEAD + PAGES_AT_ONCE; i++) prefetch(statistics[i], (int)bytes);
+}
 
 EKV_INLINE void bound(ekv_dtype dtype, ekv_bound_args *a) {
     const size_t bytes = dtype == EKV_F32 ? 4 : 2;
     for (int p = 0; p < a->n; p += PAGES_AT_ONCE) {
         vp fold[2 * PAGES_AT_ONCE];
         float sums[2 * PAGES_AT_ONCE];
+        prefetch_pages(a->boxes, p, a->n, 2 * bytes * (size_t)a->dim);
         EKV_UNROLL
         for (int i = 0; i < PAGES_AT_ONCE; i++) { /* behind the last page it is bounded again */
             const char *low = a->boxes[p + i < a->n ? p + i : a->n - 1], *high = low + bytes * (size_t)a->dim;
@@ -175,6 +181,7 @@ EKV_INLINE void gaussian(ekv_dtype dtype, ekv_gaussian_args *a) {
     for (int p = 0; p < a->n; p += PAGES_AT_ONCE) {
         vp fold[2 * PAGES_AT_ONCE];
         float sums[2 * PAGES_AT_ONCE];
+        prefetch_pages(a->moments, p, a->n, 2 * bytes * (size_t)a->dim);
         EKV_UNROLL
         for (int i = 0; i < PAGES_AT_ONCE; i++) {
             const char *mean = a->moments[p + i < a->n ? p + i : a->n - 1], *deviation = mean + bytes * (size_t)a->dim;

@@ -53,13 +53,46 @@ EKV_INLINE void score_dim(ekv_dtype dtype, const ekv_score_args *a, int dim) {
     for (; r < a->rows; r++) score_rows(dtype, a, dim, r, 1);
 }
 
-EKV_INLINE void score(ekv_dtype dtype, ekv_score_args *a) {
+EKV_INLINE void score_tile(ekv_dtype dtype, const ekv_score_args *a) {
     if (a->dim == 64)
         score_dim(dtype, a, 64);
     else if (a->dim == 128)
         score_dim(dtype, a, 128);
     else
         score_dim(dtype, a, a->dim);
+}
+
+#define FLAT_ROWS 8        /* so many rows and more have keys and values converted once, to a block of floats */
+#define FLAT_FLOATS 4096   /* of this size, which stays in the first-level cache */
+
+/* A few keys at a time, as floats, for many rows.  The same bits: it is the same sum of the same numbers. */
+EKV_INLINE void score_flat(ekv_dtype dtype, const ekv_score_args *a, int keys) {
+    float flat[FLAT_FLOATS];
+    const void *rows[EKV_TILE];
+    const int stride = (a->dim + VEC_LANES - 1) / VEC_LANES * VEC_LANES;
+    for (int first = 0; first < a->n; first += keys) {
+        ekv_score_args part = *a;
+        part.n = a->n - first < keys ? a->n - first : keys;
+        for (int i = 0; i < part.n; i++) {
+            float *to = flat + i * stride;
+            int d = 0;
+            for (; d + VEC_LANES <= a->dim; d += VEC_LANES) vf_store(to + d, vf_load_any(dtype, a->keys[first + i], d));
+            if (d < a->dim) vf_store(to + d, vf_load_any_n(dtype, a->keys[first + i], d, a->dim - d));
+            rows[i] = to;
+        }
+        part.keys = rows;
+        part.z = a->z + first;
+        part.ahead = a->ahead ? a->ahead + first : NULL;
+        score_tile(EKV_F32, &part);
+    }
+}
+
+EKV_INLINE void score(ekv_dtype dtype, ekv_score_args *a) {
+    const int keys = FLAT_FLOATS / ((a->dim + VEC_LANES - 1) / VEC_LANES * VEC_LANES) / 8 * 8;
+    if (dtype != EKV_F32 && a->rows >= FLAT_ROWS && keys > 0)
+        score_flat(dtype, a, keys < EKV_TILE ? keys : EKV_TILE);
+    else
+        score_tile(dtype, a);
     for (int r = 0; r < a->rows; r++)
         if (a->slope[r] != 0.0f) add_bias(a, r);
 }

@@ -105,24 +105,36 @@ EKV_INLINE void encode(ekv_dtype dtype, ekv_encode_args *a) {
 
 #define LOOKUP_SUMS 4 /* sums of 32 tokens that are in registers at once */
 
-static void lookup(ekv_lookup_args *a) {
-    vs_table table[(EKV_SKETCH_CODES + EKV_SKETCH_NORMS) / 2];
-    for (int c = 0; c < a->codes / 2; c++) table[c] = vs_table_of(a->table + 32 * c);
-    for (int g = 0; g < a->groups; g += 2 * LOOKUP_SUMS) {
+/* `rows` rows from `row` on, 1 or 2: they share the unpacking. */
+EKV_INLINE void lookup_rows(const ekv_lookup_args *a, int row, const int rows) {
+    const int sums = LOOKUP_SUMS / rows;
+    vs_table table[2][(EKV_SKETCH_CODES + EKV_SKETCH_NORMS) / 2];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < a->codes / 2; c++) table[r][c] = vs_table_of(a->table[row + r] + 32 * c);
+    for (int g = 0; g < a->groups; g += 2 * sums) {
         const uint8_t *group[2 * LOOKUP_SUMS];
-        vs sum[LOOKUP_SUMS];
-        for (int i = 0; i < LOOKUP_SUMS; i++) { /* behind the last group it is looked up again */
+        vs sum[2][LOOKUP_SUMS];
+        for (int i = 0; i < sums; i++) { /* behind the last group it is looked up again */
             const int first = g + 2 * i < a->groups ? g + 2 * i : a->groups - 1, second = first + 1 < a->groups ? first + 1 : first;
             group[2 * i] = a->group[first];
             group[2 * i + 1] = a->group[second];
-            sum[i] = vs_set(a->start[first], a->start[second]);
+            for (int r = 0; r < rows; r++) sum[r][i] = vs_set(a->start[row + r][first], a->start[row + r][second]);
         }
         for (int c = 0; c < a->codes / 2; c++)
-            for (int i = 0; i < LOOKUP_SUMS; i++)
-                sum[i] = vs_add_lookup(sum[i], group[2 * i] + c * EKV_SKETCH_GROUP, group[2 * i + 1] + c * EKV_SKETCH_GROUP, table + c);
-        for (int i = 0; i < LOOKUP_SUMS && g + 2 * i < a->groups; i++)
-            vs_store(a->sum + (size_t)(g + 2 * i) * EKV_SKETCH_GROUP, sum[i], g + 2 * i + 1 < a->groups ? 32 : 16);
+            for (int i = 0; i < sums; i++) {
+                const vs_numbers numbers = vs_unpack(group[2 * i] + c * EKV_SKETCH_GROUP, group[2 * i + 1] + c * EKV_SKETCH_GROUP);
+                for (int r = 0; r < rows; r++) sum[r][i] = vs_add_entries(sum[r][i], numbers, &table[r][c]);
+            }
+        for (int i = 0; i < sums && g + 2 * i < a->groups; i++)
+            for (int r = 0; r < rows; r++)
+                vs_store(a->sum[row + r] + (size_t)(g + 2 * i) * EKV_SKETCH_GROUP, sum[r][i], g + 2 * i + 1 < a->groups ? 32 : 16);
     }
+}
+
+static void lookup(ekv_lookup_args *a) {
+    int row = 0;
+    for (; row + 2 <= a->rows; row += 2) lookup_rows(a, row, 2);
+    if (row < a->rows) lookup_rows(a, row, 1);
 }
 
 static void above(ekv_above_args *a) {

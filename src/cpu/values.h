@@ -42,10 +42,44 @@ EKV_INLINE void accumulate_rows(ekv_dtype dtype, const ekv_accumulate_args *a, i
     if (d < a->dim) accumulate_block(dtype, a, row, rows, d, 1, a->dim - d);
 }
 
-EKV_INLINE void accumulate(ekv_dtype dtype, ekv_accumulate_args *a) {
+EKV_INLINE void accumulate_all(ekv_dtype dtype, const ekv_accumulate_args *a) {
     int r = 0;
     for (; r + 2 <= a->rows; r += 2) accumulate_rows(dtype, a, r, 2);
     for (; r < a->rows; r++) accumulate_rows(dtype, a, r, 1);
+}
+
+/* Some dimensions at a time, as floats, for many rows; see score_flat. */
+EKV_INLINE void accumulate_flat(ekv_dtype dtype, const ekv_accumulate_args *a) {
+    enum { DIMS = FLAT_FLOATS / EKV_TILE };
+    float flat[FLAT_FLOATS], *sum[FLAT_ROWS];
+    const void *values[EKV_TILE];
+    for (int d = 0; d < a->dim; d += DIMS) {
+        const int dim = a->dim - d < DIMS ? a->dim - d : DIMS;
+        for (int i = 0; i < a->n; i++) {
+            values[i] = flat + i * DIMS;
+            for (int e = 0; e < dim; e += VEC_LANES)
+                vf_store(flat + i * DIMS + e, dim - e >= VEC_LANES ? vf_load_any(dtype, a->values[i], d + e)
+                                                                   : vf_load_any_n(dtype, a->values[i], d + e, dim - e));
+        }
+        for (int row = 0; row < a->rows; row += FLAT_ROWS) {
+            ekv_accumulate_args part = *a;
+            part.values = values;
+            part.weight = a->weight + row;
+            part.rows = a->rows - row < FLAT_ROWS ? a->rows - row : FLAT_ROWS;
+            part.dim = dim;
+            part.sum = sum;
+            part.ahead = d == 0 && row == 0 ? a->ahead : NULL;
+            for (int r = 0; r < part.rows; r++) sum[r] = a->sum[row + r] + d;
+            accumulate_all(EKV_F32, &part);
+        }
+    }
+}
+
+EKV_INLINE void accumulate(ekv_dtype dtype, ekv_accumulate_args *a) {
+    if (dtype != EKV_F32 && a->rows >= FLAT_ROWS && a->n <= EKV_TILE)
+        accumulate_flat(dtype, a);
+    else
+        accumulate_all(dtype, a);
 }
 
 #endif

@@ -16,7 +16,7 @@
  *        vf_store_f16 vf_store_bf16 vf_from_i32 vf_add vf_sub vf_mul vf_max vf_min vf_abs vf_sqrt vf_le vf_exp
  *   vp   (a vf on its way down the tree of sums)  vf_fold vp_sum8
  *   vd   vd_set1 vd_load vd_load_f32 vd_store_f32 vd_add vd_sub vd_mul vd_div vd_max vd_min vd_sum vd_exp vd_erfc vd_pow
- *   vs   vs_set vs_table_of vs_add_lookup vs_store vs_above
+ *   vs   vs_set vs_table_of vs_unpack vs_add_entries vs_store vs_above
  * To add an instruction set, copy vec_scalar.h, which is the definition of what each operation returns.
  *
  * Everything here and in the kernel headers is static: these files are compiled several times with different flags, and a shared

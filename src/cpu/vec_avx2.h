@@ -127,6 +127,7 @@ EKV_INLINE vs vs_set(uint16_t first, uint16_t second) {
 
 /* Two tables of 16 entries, the low and the high bytes of each apart. */
 typedef struct { __m128i low[2], high[2]; } vs_table;
+typedef struct { __m256i low, high; } vs_numbers;
 
 EKV_INLINE vs_table vs_table_of(const uint16_t *entries) {
     const __m128i mask = _mm_set1_epi16(255);
@@ -139,7 +140,7 @@ EKV_INLINE vs_table vs_table_of(const uint16_t *entries) {
     return t;
 }
 
-EKV_INLINE vs vs_add_entries(vs a, __m256i index, __m128i low, __m128i high) {
+EKV_INLINE vs vs_add_table(vs a, __m256i index, __m128i low, __m128i high) {
     const __m256i l = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(low), index);
     const __m256i h = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(high), index);
     a.v[0] = _mm256_adds_epu16(a.v[0], _mm256_unpacklo_epi8(l, h));
@@ -147,12 +148,16 @@ EKV_INLINE vs vs_add_entries(vs a, __m256i index, __m128i low, __m128i high) {
     return a;
 }
 
-EKV_INLINE vs vs_add_lookup(vs a, const uint8_t *first, const uint8_t *second, const vs_table *t) {
+EKV_INLINE vs_numbers vs_unpack(const uint8_t *first, const uint8_t *second) {
     const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)first)),
                                                   _mm_loadu_si128((const __m128i *)second), 1);
     const __m256i mask = _mm256_set1_epi8(15);
-    a = vs_add_entries(a, _mm256_and_si256(bytes, mask), t->low[0], t->high[0]);
-    return vs_add_entries(a, _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask), t->low[1], t->high[1]);
+    const vs_numbers n = {_mm256_and_si256(bytes, mask), _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask)};
+    return n;
+}
+
+EKV_INLINE vs vs_add_entries(vs a, vs_numbers n, const vs_table *t) {
+    return vs_add_table(vs_add_table(a, n.low, t->low[0], t->high[0]), n.high, t->low[1], t->high[1]);
 }
 
 EKV_INLINE void vs_store(uint16_t *p, vs a, int n) {

@@ -125,17 +125,26 @@ EKV_INLINE vs vs_set(uint16_t first, uint16_t second) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set1_epi16((short)first)), _mm256_set1_epi16((short)second), 1);
 }
 
-/* Two tables of 16 entries: the table of one permutation. */
+/* Two tables of 16 entries, the second first: the table of one permutation, which looks at the lowest five bits of an index. */
 typedef __m512i vs_table;
+typedef struct { __m512i low, high; } vs_numbers;
 
-EKV_INLINE vs_table vs_table_of(const uint16_t *entries) { return _mm512_loadu_si512(entries); }
+EKV_INLINE vs_table vs_table_of(const uint16_t *entries) {
+    const __m512i t = _mm512_loadu_si512(entries);
+    return _mm512_shuffle_i64x2(t, t, 0x4e);
+}
 
-EKV_INLINE vs vs_add_lookup(vs a, const uint8_t *first, const uint8_t *second, const vs_table *t) {
+EKV_INLINE vs_numbers vs_unpack(const uint8_t *first, const uint8_t *second) {
     const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)first)),
                                                   _mm_loadu_si128((const __m128i *)second), 1);
-    const __m512i x = _mm512_cvtepu8_epi16(bytes); /* a permutation looks at the lowest five bits of an index */
-    const __m512i low = _mm512_and_si512(x, _mm512_set1_epi16(15)), high = _mm512_or_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi16(16));
-    return _mm512_adds_epu16(_mm512_adds_epu16(a, _mm512_permutexvar_epi16(low, *t)), _mm512_permutexvar_epi16(high, *t));
+    const __m512i x = _mm512_cvtepu8_epi16(bytes);
+    const vs_numbers n = {_mm512_ternarylogic_epi32(x, _mm512_set1_epi16(15), _mm512_set1_epi16(16), 0xea), /* x & 15 | 16 */
+                          _mm512_srli_epi16(x, 4)};
+    return n;
+}
+
+EKV_INLINE vs vs_add_entries(vs a, vs_numbers n, const vs_table *t) {
+    return _mm512_adds_epu16(_mm512_adds_epu16(a, _mm512_permutexvar_epi16(n.low, *t)), _mm512_permutexvar_epi16(n.high, *t));
 }
 
 EKV_INLINE void vs_store(uint16_t *p, vs a, int n) {

@@ -127,6 +127,7 @@ EKV_INLINE vs vs_set(uint16_t first, uint16_t second) {
 
 /* Two tables of 16 entries, the low and the high bytes of each apart. */
 typedef struct { uint8x16x2_t bytes[2]; } vs_table;
+typedef struct { uint8x16_t low[2], high[2]; } vs_numbers;
 
 EKV_INLINE vs_table vs_table_of(const uint16_t *entries) {
     vs_table t;
@@ -139,17 +140,22 @@ EKV_INLINE vs_table vs_table_of(const uint16_t *entries) {
 }
 
 /* The 16 tokens whose sums are a[0] and a[1]. */
-EKV_INLINE void vs_add_entries(uint16x8_t *a, uint8x16_t index, uint8x16x2_t table) {
+EKV_INLINE void vs_add_table(uint16x8_t *a, uint8x16_t index, uint8x16x2_t table) {
     const uint8x16_t l = vqtbl1q_u8(table.val[0], index), h = vqtbl1q_u8(table.val[1], index);
     a[0] = vqaddq_u16(a[0], vreinterpretq_u16_u8(vzip1q_u8(l, h)));
     a[1] = vqaddq_u16(a[1], vreinterpretq_u16_u8(vzip2q_u8(l, h)));
 }
 
-EKV_INLINE vs vs_add_lookup(vs a, const uint8_t *first, const uint8_t *second, const vs_table *t) {
+EKV_INLINE vs_numbers vs_unpack(const uint8_t *first, const uint8_t *second) {
+    const uint8x16_t a = vld1q_u8(first), b = vld1q_u8(second), mask = vdupq_n_u8(15);
+    const vs_numbers n = {{vandq_u8(a, mask), vandq_u8(b, mask)}, {vshrq_n_u8(a, 4), vshrq_n_u8(b, 4)}};
+    return n;
+}
+
+EKV_INLINE vs vs_add_entries(vs a, vs_numbers n, const vs_table *t) {
     for (int half = 0; half < 2; half++) {
-        const uint8x16_t bytes = vld1q_u8(half ? second : first);
-        vs_add_entries(a.v + 2 * half, vandq_u8(bytes, vdupq_n_u8(15)), t->bytes[0]);
-        vs_add_entries(a.v + 2 * half, vshrq_n_u8(bytes, 4), t->bytes[1]);
+        vs_add_table(a.v + 2 * half, n.low[half], t->bytes[0]);
+        vs_add_table(a.v + 2 * half, n.high[half], t->bytes[1]);
     }
     return a;
 }

@@ -129,6 +129,7 @@ EKV_INLINE vs vs_set(uint16_t first, uint16_t second) {
 
 /* Two tables of 16 entries, ready for look-ups. */
 typedef struct { uint16_t entry[32]; } vs_table;
+typedef struct { uint8_t pair[32]; } vs_numbers;
 
 EKV_INLINE vs_table vs_table_of(const uint16_t *entries) {
     vs_table t;
@@ -136,18 +137,25 @@ EKV_INLINE vs_table vs_table_of(const uint16_t *entries) {
     return t;
 }
 
-/* Adds, saturating at 65535, two table entries to each lane: byte i of `first` (lanes 0 to 15) or `second` (16 to 31) holds two
- * 4-bit numbers, the low half for the first table, the high half for the second. */
-EKV_INLINE vs vs_add_lookup(vs a, const uint8_t *first, const uint8_t *second, const vs_table *t) {
+/* Two 4-bit numbers for each lane, the low and the high half of a byte: of `first` for lanes 0 to 15, of `second` for 16 to 31. */
+EKV_INLINE vs_numbers vs_unpack(const uint8_t *first, const uint8_t *second) {
+    vs_numbers n;
+    memcpy(n.pair, first, 16);
+    memcpy(n.pair + 16, second, 16);
+    return n;
+}
+
+/* Adds, saturating at 65535, two table entries to each lane: of the low numbers from the first table, of the high ones from the second. */
+EKV_INLINE vs vs_add_entries(vs a, vs_numbers n, const vs_table *t) {
     for (int i = 0; i < 32; i++) {
-        const uint8_t byte = i < 16 ? first[i] : second[i - 16];
-        uint32_t sum = a.v[i] + (uint32_t)t->entry[byte & 15u];
+        uint32_t sum = a.v[i] + (uint32_t)t->entry[n.pair[i] & 15u];
         sum = sum > 65535u ? 65535u : sum;
-        sum += t->entry[16u + (byte >> 4)];
+        sum += t->entry[16u + (n.pair[i] >> 4)];
         a.v[i] = (uint16_t)(sum > 65535u ? 65535u : sum);
     }
     return a;
 }
+
 /* The first n lanes, n = 16 or 32. */
 EKV_INLINE void vs_store(uint16_t *p, vs a, int n) { memcpy(p, a.v, (size_t)n * sizeof(uint16_t)); }
 

@@ -151,8 +151,17 @@ static bool same_readers(const ekv_item *item, int64_t a, int64_t b) {
     return true;
 }
 
+/* The first page from `page` on, before `end`, that the mask has; `end` if there is none.  Eight at a time: most are not in it. */
+static int64_t next_in_mask(const uint8_t *mask, int64_t page, int64_t end) {
+    for (uint64_t eight; page + 8 <= end; page += 8) {
+        memcpy(&eight, mask + page, 8);
+        if (eight != 0) break;
+    }
+    while (page < end && !mask[page]) page++;
+    return page;
+}
+
 static bool anyone_reads(const ekv_item *item, int32_t token, int64_t page) {
-    if (item->needed) return item->needed[page]; /* certified: one mask for all rows */
     for (int32_t r = 0; r < item->rows; r++)
         if (reads(&item->row[r], token, page)) return true;
     return false;
@@ -208,9 +217,14 @@ void ekv_scan(const ekv_step *step, ekv_item *item, int32_t span) {
     const int32_t end = (int32_t)ekv_min64(item->n, (int64_t)begin + EKV_SPAN);
     int64_t before = -1; /* the page that was added last */
     for (int32_t token = begin; token < end;) {
-        const int64_t page = token / page_size;
+        int64_t page = token / page_size;
+        if (item->needed && !item->needed[page]) { /* certified: one mask for all rows */
+            page = next_in_mask(item->needed, page, ekv_ceil_div(end, page_size));
+            token = (int32_t)page * page_size;
+            if (token >= end) break;
+        }
         const int32_t page_end = (int32_t)ekv_min64(end, (page + 1) * page_size);
-        if (!selective || anyone_reads(item, token, page)) {
+        if (!selective || item->needed || anyone_reads(item, token, page)) {
             if (selective && before >= 0 && t.tile[t.filling].n > 0 && !same_readers(item, before, page)) tiles_turn(step, item, rows, &t);
             tiles_add(step, item, rows, &t, page, token, page_end);
             before = page;
@@ -312,8 +326,11 @@ static int64_t list_find(const ekv_row *row, int64_t token) {
 void ekv_values(const ekv_step *step, ekv_item *item, int32_t span) {
     const size_t stride = ekv_padded(step->kv.v_dim);
     const int32_t page_size = step->kv.page_size;
+    const int64_t value_step = step->kv.v_token_stride * (int64_t)ekv_element_bytes(step->kv.dtype);
     for (int32_t r = 0; r < item->rows; r++) {
         const ekv_row *row = &item->row[r];
+        int32_t page_begin = 0, page_end = 0; /* tokens of the page whose first value `page` is */
+        const char *page = NULL;
         if (row->softmax) continue;
         const int64_t index = (int64_t)r * item->spans + span;
         float *sum = item->values + (size_t)index * stride;
@@ -327,7 +344,12 @@ void ekv_values(const ekv_step *step, ekv_item *item, int32_t span) {
             int n = 0;
             for (; i + n < end && row->list_token[i + n] / EKV_VALUE_CHUNK == chunk; n++) {
                 const int32_t token = row->list_token[i + n];
-                values[n] = ekv_value(&step->kv, ekv_block(item, token / page_size), token % page_size, item->head);
+                if (token >= page_end) {
+                    page_begin = token / page_size * page_size;
+                    page_end = page_begin + page_size;
+                    page = ekv_value(&step->kv, ekv_block(item, token / page_size), 0, item->head);
+                }
+                values[n] = page + (token - page_begin) * value_step;
                 ekv_prefetch(values[n], (size_t)step->kv.v_dim * ekv_element_bytes(step->kv.dtype));
             }
             const float *weight = row->weight + i;

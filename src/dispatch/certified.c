@@ -7,12 +7,13 @@
  *      boxes    per-dimension minimum and maximum of a page
  *      sketch   a bound for each token (sketch.c)
  *      keys     of whatever remains
- * Stages of an item: begin (norms, the newest pages and a sample of tokens read, decisions), and if the sketch pays
- *      sketch   per span   a 16-bit sum for each token, which stands for its bound
- *      raise    per row    tau from all that was read, and which sums the next round reads
- *      round    per span   reads the tokens whose sums are that high; the last round whatever is not ruled out
- * with raise before every round; otherwise the pages that remain are scanned as for any policy.  Scores that were read and exceed the
- * cut go to the span's candidate list, in token order within a round; the last round sorts them.
+ * Stages (step.h says in which order): begin reads the norms, the newest pages and a sample of tokens, and decides; boxes and settle
+ * follow if boxes pay; then, if the sketch pays,
+ *      sketch   a 16-bit sum for each token, which stands for its bound
+ *      raise    tau from all that was read, and which sums the next round reads
+ *      round    reads the tokens whose sums are that high; the last round whatever is not ruled out
+ * and otherwise the pages that remain are scanned as for any policy.  Scores that were read and exceed the cut go to the span's
+ * candidate list, in token order within a round; the last round sorts them.
  *
  * SPDX-License-Identifier: Apache-2.0
  */
@@ -22,15 +23,16 @@
 #include <string.h>
 
 #define NEWEST_PAGES 4     /* read before anything else, with the first page */
-#define SAMPLE 64          /* tokens that decisions are made from */
+#define SAMPLE 64          /* keys that decisions are made from */
+#define SAMPLE_GROUPS 128  /* most sketch groups that they are chosen from, so that they hold what matters where that is rare */
+#define GROUP_TOKENS 1024  /* needed tokens for each of them, at least LEAST_GROUPS in all */
+#define LEAST_GROUPS 16
 #define LEAST_TOKENS 1024  /* fewer remaining tokens are read without further ado */
 #define PAYS 1.5           /* bytes that a level must save for each byte that it costs */
 #define FIRST_SHARE 128    /* the first round reads one token in so many for each row */
 #define NEXT_SHARE 4       /* the next ones one in so many of those that are not ruled out yet */
 #define RUN_GROUPS 64      /* sketch groups in one look-up */
 #define MUST_READ 65535    /* a sum that no limit rules out */
-
-enum { UNNEEDED, NEEDED, SKETCHED }; /* of a page, item->needed */
 
 static ekv_part *parts_of(const ekv_item *item, const ekv_row *row) {
     return item->part + (int64_t)(row - item->row) * item->spans;
@@ -136,9 +138,9 @@ static void read_page(const ekv_step *step, ekv_item *item, reader *rd, int64_t 
 }
 
 /* Scores that were read are kept here while sums are in the first half of the row's weights: any of them give a lower bound of tau. */
-static float *spare(const ekv_row *row, int64_t *room) {
-    const int64_t sums = ekv_ceil_div(row->n, EKV_SKETCH_GROUP) * EKV_SKETCH_GROUP / 2;
-    *room = row->n + EKV_CERTIFY_SPARE - sums;
+static float *spare(const ekv_item *item, const ekv_row *row, int64_t *room) {
+    const int64_t sums = ekv_ceil_div(item->n, EKV_SKETCH_GROUP) * EKV_SKETCH_GROUP / 2;
+    *room = item->n + EKV_CERTIFY_SPARE - sums;
     return row->weight + sums;
 }
 
@@ -146,7 +148,7 @@ static float *spare(const ekv_row *row, int64_t *room) {
 static void raise_cut(const ekv_step *step, ekv_item *item, ekv_row *row) {
     const ekv_part *part = parts_of(item, row);
     int64_t room, count = 0;
-    float *z = spare(row, &room), z_max = -INFINITY;
+    float *z = spare(item, row, &room), z_max = -INFINITY;
     for (int32_t s = 0; s < item->spans; s++) {
         const int64_t n = ekv_min64(part[s].count, room - count);
         memcpy(z + count, row->list_z + (size_t)s * EKV_SPAN, (size_t)n * sizeof *z);
@@ -165,10 +167,21 @@ static void raise_cut(const ekv_step *step, ekv_item *item, ekv_row *row) {
 
 /* ---- norms ---- */
 
+/* The sum of a[d] b[d], in eight sums side by side: one would wait for each addition. */
+static double dot(const float *a, const float *b, int32_t n) {
+    double sum[8] = {0.0};
+    int32_t d = 0;
+    for (; d + 8 <= n; d += 8)
+        for (int j = 0; j < 8; j++) sum[j] += (double)a[d + j] * (double)b[d + j];
+    for (; d < n; d++) sum[d % 8] += (double)a[d] * (double)b[d];
+    return ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
+}
+
+/* Whether bounds are looked at at all. */
+static bool has_bounds(const ekv_step *step, const ekv_item *item) { return step->index && item->n >= LEAST_TOKENS; }
+
 static double norm_of_query(const ekv_step *step, const ekv_row *row) {
-    double squares = 0.0;
-    for (int32_t d = 0; d < step->kv.k_dim; d++) squares += (double)row->q[d] * (double)row->q[d];
-    return sqrt(squares) * (1.0 + 1e-12);
+    return sqrt(dot(row->q, row->q, step->kv.k_dim)) * (1.0 + 1e-12);
 }
 
 /* ALiBi at the best of the tokens [first, last], z units. */
@@ -177,132 +190,108 @@ static double best_bias(const ekv_row *row, int64_t first, int64_t last) {
     return (double)row->slope * (double)((row->slope > 0.0f ? last : first) - row->q_token);
 }
 
-/* The bound of a page's norm, in float.  The f32 score may exceed the exact one by (K + 8) u (|q| |k| + |bias|), K additions on a
+/* The bounds of pages' norms, in float.  The f32 score may exceed the exact one by (K + 8) u (|q| |k| + |bias|), K additions on a
  * product's way (see `bound`), u = 2^-24; the roundings here by less than 8 u of the same. */
-void ekv_certify_bounds(const ekv_step *step, const ekv_item *item, ekv_row *row, int64_t page, int64_t end) {
-    enum { PAGES = 256 };
-    if (!step->index || item->n < LEAST_TOKENS) return;
-    end = ekv_min64(end, row->pages);
-    const ekv_index *index = step->index;
-    const float slack = 1.0f + (float)(ekv_padded(step->kv.k_dim) / 32 + 5 + 24) * 0x1p-24f;
+static void bound_by_norms(const ekv_step *step, ekv_row *row, int32_t at, int32_t n, const float *largest) {
+    const float slack = 1.0f + (float)(ekv_padded(step->kv.k_dim) / 32 + 5 + 24) * 0x1p-24f, down = 2.0f - slack;
     const double exact = norm_of_query(step, row);
     const float norm = exact < 3e38 ? nextafterf((float)exact, INFINITY) : INFINITY;
     const int32_t page_size = step->kv.page_size;
+    float *restrict bound = row->bound + at;
+    for (int32_t i = 0; i < n; i++) bound[i] = slack * (norm * largest[i]) + 0x1p-120f;
+    if (row->slope != 0.0f) { /* of a page that is not full this takes a token that is not there, no worse than the last */
+        const int32_t best = at * page_size + (row->slope > 0.0f ? page_size - 1 : 0) - row->q_token;
+        const float slope = row->slope;
+        for (int32_t i = 0; i < n; i++) {
+            const float bias = slope * (float)(best + i * page_size);
+            bound[i] += bias * (bias > 0.0f ? slack : down);
+        }
+    }
+    for (int32_t i = 0; i < n; i++) bound[i] = bound[i] < INFINITY ? bound[i] : INFINITY; /* NaN too */
+}
+
+void ekv_certify_bounds(const ekv_step *step, ekv_item *item, int64_t page, int64_t end) {
+    enum { PAGES = 256 };
+    if (!has_bounds(step, item)) return;
+    const ekv_index *index = step->index;
+    end = ekv_min64(end, item->pages);
     for (int32_t at = (int32_t)page; at < end; at += PAGES) {
         const int32_t n = (int32_t)ekv_min64(end - at, PAGES);
-        float *bound = row->bound + at, largest[PAGES];
+        float largest[PAGES];
         for (int32_t i = 0; i < n; i++) {
             const int64_t block = ekv_block(item, at + i);
-            const bool known = index->norms && index->counts[block] >= (at + i == row->pages - 1 ? ekv_page_tokens(step, row->n, at + i) : page_size);
-            largest[i] = known ? *ekv_index_key_norm(index, item->head, block) : INFINITY;
+            const int32_t tokens = at + i == item->pages - 1 ? ekv_page_tokens(step, item->n, at + i) : step->kv.page_size;
+            largest[i] = index->norms && index->counts[block] >= tokens ? *ekv_index_key_norm(index, item->head, block) : INFINITY;
         }
-        for (int32_t i = 0; i < n; i++) bound[i] = slack * (norm * largest[i]) + 0x1p-120f;
-        if (row->slope != 0.0f) {
-            const float down = 2.0f - slack, up = slack;
-            for (int32_t i = 0; i < n; i++) {
-                const int32_t here = at + i, last = (here + 1) * page_size <= row->n ? (here + 1) * page_size : row->n;
-                const float bias = row->slope * (float)((row->slope > 0.0f ? last - 1 : here * page_size) - row->q_token);
-                bound[i] = bound[i] + bias * (bias > 0.0f ? up : down);
-            }
+        for (int32_t r = 0; r < item->rows; r++) {
+            ekv_row *row = &item->row[r];
+            if (at < row->pages) bound_by_norms(step, row, at, (int32_t)ekv_min64(n, row->pages - at), largest);
         }
-        for (int32_t i = 0; i < n; i++) bound[i] = bound[i] < INFINITY ? bound[i] : INFINITY;
     }
 }
 
-static bool page_sketched(const ekv_step *step, const ekv_item *item, int64_t page) {
+static int64_t stretches_of(const ekv_step *step, const ekv_item *item) { return ekv_ceil_div(item->pages, step->index->stretch); }
+
+static bool page_sketched(const ekv_step *step, const ekv_item *item, int64_t page, int64_t stretches) {
     const int64_t block = ekv_block(item, page);
     return step->index->sketched[block] >= ekv_page_tokens(step, item->n, page) &&
-           step->index->stretch_of[block] * step->index->stretch < item->pages;
+           step->index->stretch_of[block] < stretches;
 }
 
 /* Marks the pages of which some row may need a token, and counts them. */
 static int64_t find_needed(ekv_item *item) {
     uint8_t *restrict needed = item->needed;
-    int32_t count = 0;
-    memset(needed, UNNEEDED, (size_t)item->pages);
-    for (int32_t r = 0; r < item->rows; r++) {
-        const float *restrict bound = item->row[r].bound, cut = item->row[r].cut;
-        const int32_t pages = item->row[r].pages;
-        for (int32_t p = 0; p < pages; p++) needed[p] |= !(bound[p] <= cut);
-    }
     const int32_t pages = item->pages;
-    for (int32_t p = 0; p < pages; p++) count += needed[p];
+    int32_t count = 0;
+    memset(needed, 0, (size_t)pages);
+    for (int32_t r = 0; r < item->rows && count < pages; r++) {
+        const float *restrict bound = item->row[r].bound, cut = item->row[r].cut;
+        for (int32_t p = 0; p < item->row[r].pages; p++) needed[p] |= !(bound[p] <= cut);
+        count = 0;
+        for (int32_t p = 0; p < pages; p++) count += needed[p];
+    }
+    item->needed_pages = count;
     return count;
 }
 
-/* ---- the sample ---- */
+/* The needed page of that rank, of `all`; ranks are asked for in ascending order.  item->pages if there is none. */
+typedef struct needed_pages {
+    int64_t all, rank; /* of the first needed page from `page` on */
+    int32_t page;
+} needed_pages;
 
-/* Sampled tokens, evenly spread over the pages that are still needed, and what each stands for. */
-typedef struct sample {
-    int n;
-    int32_t token[SAMPLE];
-    float z[EKV_ITEM_ROWS * EKV_TILE];
-    double weight;
-} sample;
-
-static void take_sample(const ekv_step *step, ekv_item *item, int64_t pages, sample *s) {
-    int64_t seen = 0;
-    reader rd;
-    reader_begin(item, &rd);
-    s->n = 0;
-    for (int32_t p = 0; p < item->pages && s->n < SAMPLE; p++) {
-        if (!item->needed[p]) continue;
-        const int64_t target = (2 * (int64_t)s->n + 1) * pages / (2 * SAMPLE); /* may repeat for few pages */
-        if (seen++ < target) continue;
-        const int32_t tokens = ekv_page_tokens(step, item->n, p);
-        s->token[s->n] = p * step->kv.page_size + (int32_t)((s->n * 7) % tokens);
-        const int32_t token = s->token[s->n++];
-        read_mask(step, item, &rd, token / 64 * 64, UINT64_C(1) << token % 64);
+static int32_t needed_page(const ekv_item *item, needed_pages *at, int64_t rank) {
+    if (at->all == item->pages) return (int32_t)ekv_min64(rank, item->pages);
+    for (uint64_t eight; at->page + 8 <= item->pages; at->page += 8) {
+        memcpy(&eight, item->needed + at->page, 8);
+        const int64_t count = (int64_t)(eight * UINT64_C(0x0101010101010101) >> 56);
+        if (at->rank + count > rank) break;
+        at->rank += count;
     }
-    reader_flush(step, item, &rd);
-    const void *keys[EKV_TILE];
-    for (int i = 0; i < s->n; i++)
-        keys[i] = ekv_key(&step->kv, ekv_block(item, s->token[i] / step->kv.page_size), s->token[i] % step->kv.page_size, item->head);
-    ekv_score_args score = {rd.q, rd.slope, rd.q_token, item->rows, keys, s->token, s->n, step->kv.k_dim, s->z, NULL, 0};
-    if (s->n) step->kernels->score[step->kv.dtype](&score); /* once more, since the lists leave out what is low */
-    s->weight = s->n ? (double)(pages * step->kv.page_size) / s->n : 1.0;
-}
-
-/* An estimate of row r's final tau: every sampled token counted for all that it stands for.  For decisions alone. */
-static double estimate_tau(const ekv_item *item, int32_t r, const sample *s) {
-    const ekv_row *row = &item->row[r];
-    const double beta = 1.0 / (row->alpha - 1.0);
-    const float *z = s->z + (size_t)r * EKV_TILE;
-    double top = -(double)INFINITY, low, high;
-    for (int i = 0; i < s->n; i++)
-        if (s->token[i] < row->n && (double)z[i] > top) top = (double)z[i];
-    if (!(top > -(double)INFINITY) || !(top < (double)INFINITY)) return (double)row->cut;
-    low = top - 1.0;
-    high = top;
-    for (int i = 0; i < 10; i++) {
-        const double tau = 0.5 * (low + high);
-        double sum = 0.0;
-        for (int j = 0; j < s->n; j++) {
-            const double t = s->token[j] < row->n ? (double)z[j] - tau : 0.0;
-            if (t > 0.0) sum += s->weight * (beta == 2.0 ? t * t : beta == 1.0 ? t : ekv_pow(t, beta));
-        }
-        if (sum >= 1.0)
-            low = tau;
-        else
-            high = tau;
+    for (; at->page < item->pages; at->page++) {
+        if (!item->needed[at->page]) continue;
+        if (at->rank == rank) break;
+        at->rank++;
     }
-    return low > (double)row->cut ? low : (double)row->cut;
+    return at->page;
 }
 
 /* ---- sketch ---- */
 
-/* Largest value of the table of one code or norm, and its entries, in z units before quantisation. */
+/* The entries of the table of one code or norm, in z units before quantisation. */
 static void table_entries(const ekv_basis *basis, int code, const double *rotated, const double *block_norm, double entry[16]) {
-    for (int v = 0; v < 16; v++) {
-        entry[v] = 0.0;
-        if (code >= basis->codes) {
-            const int b = code - basis->codes;
+    if (code >= basis->codes) {
+        const int b = code - basis->codes;
+        for (int v = 0; v < 16; v++) {
             entry[v] = block_norm[b] * (double)basis->level[b][v];
             if (!(entry[v] < 1e300)) entry[v] = (double)INFINITY; /* also 0 * infinity */
-            continue;
         }
-        for (int j = 0; j < 4; j++)
-            if (basis->axis[code][j] >= 0) entry[v] += rotated[basis->axis[code][j]] * (double)ekv_centroid(basis, code, j, v);
+        return;
+    }
+    for (int v = 0; v < 16; v++) entry[v] = 0.0;
+    for (int j = 0; j < 4 && basis->axis[code][j] >= 0; j++) {
+        const double along = rotated[basis->axis[code][j]];
+        for (int v = 0; v < 16; v++) entry[v] += along * (double)ekv_centroid(basis, code, j, v);
     }
 }
 
@@ -333,8 +322,7 @@ static void build_table(const ekv_step *step, const ekv_item *item, ekv_row *row
         float axis[EKV_MAX_DIM];
         ekv_load_row_args load = {ekv_at(basis->rows, (int64_t)a * dim, EKV_F16), dim, 1.0f, axis};
         step->kernels->load_row[EKV_F16](&load);
-        rotated[a] = 0.0;
-        for (int32_t d = 0; d < dim; d++) rotated[a] += (double)axis[d] * (double)row->q[d];
+        rotated[a] = dot(axis, row->q, dim);
         seen += rotated[a] * rotated[a];
     }
     const double norm = norm_of_query(step, row);
@@ -362,20 +350,15 @@ static void build_table(const ekv_step *step, const ekv_item *item, ekv_row *row
     }
     const double scoring = 2.0 * (double)(ekv_padded(dim) / 32 + 5 + 16) * 0x1p-24;
     const double largest = (double)basis->largest, encoding = (double)basis->error_share * largest + (double)basis->error;
-    const int64_t stretches = ekv_ceil_div(item->pages, index->stretch);
+    const int64_t stretches = stretches_of(step, item);
     double top = -(double)INFINITY, bottom = (double)INFINITY; /* of the centers' parts */
     for (int64_t s = 0; s < stretches; s++) {
         const float *center = ekv_index_center(index, item->head, s);
-        double dot = 0.0, squares = 0.0;
         row->center[s] = (double)INFINITY;
         if (!index->centered[s]) continue; /* nothing refers to it */
-        for (int32_t d = 0; d < dim; d++) {
-            dot += (double)row->q[d] * (double)center[d];
-            squares += (double)center[d] * (double)center[d];
-        }
-        const double length = largest + sqrt(squares);
+        const double length = largest + sqrt(dot(center, center, dim));
         if (!(norm * length < 3e38)) continue; /* a score might overflow */
-        row->center[s] = dot + norm * (encoding + scoring * length) + 1e-30;
+        row->center[s] = dot(row->q, center, dim) + norm * (encoding + scoring * length) + 1e-30;
         top = row->center[s] > top ? row->center[s] : top;
         bottom = row->center[s] < bottom ? row->center[s] : bottom;
     }
@@ -402,11 +385,15 @@ static uint16_t limit_at(const ekv_row *row, double cut) {
     return limit < MUST_READ - 1 ? (uint16_t)limit : MUST_READ - 1;
 }
 
-/* Groups of a span whose sketches are looked up together, which follow each other. */
+static int64_t group_bytes(const ekv_step *step) { return (int64_t)(step->index->codes + EKV_SKETCH_NORMS) / 2 * EKV_SKETCH_GROUP; }
+static int32_t page_groups(const ekv_step *step) { return step->kv.page_size / EKV_SKETCH_GROUP; }
+
+/* Groups whose sketches are looked up together, for all rows; their sums lie together from `to` on. */
 typedef struct run {
     int n;
-    int64_t first; /* group */
-    int64_t page[RUN_GROUPS];
+    int64_t to; /* in groups */
+    int32_t page[RUN_GROUPS], first[RUN_GROUPS]; /* page, and first token */
+    int32_t stretch[RUN_GROUPS];
     const uint8_t *group[RUN_GROUPS];
 } run;
 
@@ -415,79 +402,216 @@ static void fill_sums(const ekv_row *row, int64_t group, uint16_t value) {
 }
 
 static void look_up(const ekv_step *step, const ekv_item *item, run *run) {
-    const int32_t codes = step->index->codes + EKV_SKETCH_NORMS;
-    uint16_t start[RUN_GROUPS];
+    uint16_t start[EKV_ITEM_ROWS][RUN_GROUPS], *sum[EKV_ITEM_ROWS];
+    const uint16_t *table[EKV_ITEM_ROWS], *starts[EKV_ITEM_ROWS];
     if (run->n == 0) return;
     for (int32_t r = 0; r < item->rows; r++) {
         const ekv_row *row = &item->row[r];
         for (int i = 0; i < run->n; i++) {
-            const int64_t stretch = step->index->stretch_of[ekv_block(item, run->page[i])];
-            const int64_t first = (run->first + i) * EKV_SKETCH_GROUP;
-            start[i] = row->slope == 0.0f ? row->start[stretch]
-                                          : start_from(row, stretch, best_bias(row, first, ekv_min64(first + EKV_SKETCH_GROUP, row->n) - 1));
+            const int64_t first = run->first[i];
+            const int32_t stretch = run->stretch[i];
+            start[r][i] = row->slope == 0.0f ? row->start[stretch]
+                                             : start_from(row, stretch, best_bias(row, first, ekv_min64(first + EKV_SKETCH_GROUP, row->n) - 1));
         }
-        ekv_lookup_args a = {row->table->entry, codes, run->group, start, run->n, row->sum + run->first * EKV_SKETCH_GROUP};
-        step->kernels->lookup(&a);
+        table[r] = row->table->entry;
+        starts[r] = start[r];
+        sum[r] = row->sum + run->to * EKV_SKETCH_GROUP;
+    }
+    ekv_lookup_args a = {table, item->rows, step->index->codes + EKV_SKETCH_NORMS, run->group, starts, run->n, sum};
+    step->kernels->lookup(&a);
+    for (int32_t r = 0; r < item->rows; r++) {
+        const ekv_row *row = &item->row[r];
+        if (row->slope == 0.0f && !item->use_boxes && row->pages == item->pages) continue; /* `needed` says it all */
         for (int i = 0; i < run->n; i++)
-            if (run->page[i] >= row->pages || row->bound[run->page[i]] <= row->cut) fill_sums(row, run->first + i, 0);
+            if (run->page[i] >= row->pages || row->bound[run->page[i]] <= row->cut) fill_sums(row, run->to + i, 0);
     }
     run->n = 0;
 }
 
-static void run_add(const ekv_step *step, const ekv_item *item, run *run, int64_t group) {
-    const int32_t per_page = step->kv.page_size / EKV_SKETCH_GROUP;
-    const size_t group_bytes = (size_t)(step->index->codes + EKV_SKETCH_NORMS) / 2 * EKV_SKETCH_GROUP;
-    const int64_t page = group / per_page;
-    if (run->n == RUN_GROUPS || (run->n > 0 && run->first + run->n != group)) look_up(step, item, run);
-    if (run->n == 0) run->first = group;
-    run->page[run->n] = page;
-    run->group[run->n++] = ekv_index_sketch(step->index, item->head, ekv_block(item, page)) + (size_t)(group % per_page) * group_bytes;
+/* Group `within` of a page, its sums to go to group `to`. */
+static inline void run_add(const ekv_step *step, const ekv_item *item, run *run, int32_t page, int32_t within, int64_t to) {
+    if (run->n == RUN_GROUPS || (run->n > 0 && run->to + run->n != to)) look_up(step, item, run);
+    if (run->n == 0) run->to = to;
+    const int64_t block = ekv_block(item, page);
+    const int i = run->n++;
+    run->page[i] = page;
+    run->first[i] = page * step->kv.page_size + within * EKV_SKETCH_GROUP;
+    run->stretch[i] = step->index->stretch_of[block];
+    run->group[i] = ekv_index_sketch(step->index, item->head, block) + within * group_bytes(step);
 }
 
 /* Bytes that every use of the sketch reads once: basis and centers. */
 static int64_t basis_bytes(const ekv_step *step, const ekv_item *item) {
-    const int64_t stretches = ekv_ceil_div(item->pages, step->index->stretch);
-    return ekv_basis_bytes(&step->index->bases[item->head]) + stretches * step->kv.k_dim * 4;
+    return ekv_basis_bytes(&step->index->bases[item->head]) + stretches_of(step, item) * step->kv.k_dim * 4;
 }
 
-static int64_t group_bytes(const ekv_step *step) { return (int64_t)(step->index->codes + EKV_SKETCH_NORMS) / 2 * EKV_SKETCH_GROUP; }
+/* ---- the sample ---- */
 
-/* The share of sampled tokens that the sketch cannot rule out at the estimates of tau. */
-static double surviving_share(const ekv_step *step, ekv_item *item, const sample *s, const double *tau) {
-    int survivors = 0, looked = 0;
-    run run = {0};
-    for (int i = 0; i < s->n; i++)
-        if (page_sketched(step, item, s->token[i] / step->kv.page_size)) run_add(step, item, &run, s->token[i] / EKV_SKETCH_GROUP);
-    look_up(step, item, &run);
-    for (int i = 0; i < s->n; i++) {
-        if (!page_sketched(step, item, s->token[i] / step->kv.page_size)) continue;
-        bool needed = false;
-        for (int32_t r = 0; r < item->rows; r++) {
-            const ekv_row *row = &item->row[r];
-            needed |= s->token[i] < row->n && row->sum[s->token[i]] > limit_at(row, tau[r]);
-        }
-        survivors += needed;
-        looked++;
+/* Sampled keys, ascending, and how many tokens each stands for. */
+typedef struct sample {
+    int n;
+    int32_t token[SAMPLE];
+    float z[EKV_ITEM_ROWS * EKV_TILE];
+    double weight;
+    /* With a sketch: groups whose bounds the keys were chosen by; their sums are the rows' first ones. */
+    int groups;
+    int32_t first[SAMPLE_GROUPS];
+    int32_t at[SAMPLE];        /* of each key among those sums */
+    int bin[EKV_ITEM_ROWS];    /* sums in higher bins are of keys that were read for the row */
+} sample;
+
+/* Sampled tokens without a sketch: evenly spread over the `pages` that are still needed; they repeat where those are few. */
+static void spread_sample(const ekv_step *step, const ekv_item *item, int64_t pages, sample *s) {
+    needed_pages at = {.all = pages};
+    for (; s->n < SAMPLE; s->n++) {
+        const int32_t p = needed_page(item, &at, (2 * (int64_t)s->n + 1) * pages / (2 * SAMPLE));
+        s->token[s->n] = p * step->kv.page_size + (int32_t)((s->n * 7) % ekv_page_tokens(step, item->n, p));
     }
-    item->bytes_sampled = looked * group_bytes(step);
-    return looked ? (double)survivors / looked : 1.0;
+    s->weight = (double)(pages * step->kv.page_size) / s->n;
+}
+
+/* Looks up groups, evenly spread over the `pages` that are still needed. */
+static void look_up_sample(const ekv_step *step, ekv_item *item, int64_t pages, sample *s) {
+    const int64_t tokens = pages * step->kv.page_size;
+    const int64_t wanted = ekv_min64(ekv_max64(tokens / GROUP_TOKENS, LEAST_GROUPS), ekv_min64(SAMPLE_GROUPS, pages));
+    const int64_t stretches = stretches_of(step, item);
+    needed_pages at = {.all = pages};
+    run run = {0};
+    for (int64_t i = 0; i < wanted; i++) {
+        const int32_t p = needed_page(item, &at, (2 * i + 1) * pages / (2 * wanted)), within = (int32_t)(i % page_groups(step));
+        if (!page_sketched(step, item, p, stretches) || ekv_page_tokens(step, item->n, p) < step->kv.page_size) continue;
+        run_add(step, item, &run, p, within, s->groups);
+        s->first[s->groups++] = p * step->kv.page_size + within * EKV_SKETCH_GROUP;
+    }
+    look_up(step, item, &run);
+    for (int32_t r = 0; r < item->rows; r++) /* what the row does not see */
+        for (int g = s->groups - 1; g >= 0 && s->first[g] + EKV_SKETCH_GROUP > item->row[r].n; g--)
+            for (int t = 0; t < EKV_SKETCH_GROUP; t++)
+                if (s->first[g] + t >= item->row[r].n) item->row[r].sum[g * EKV_SKETCH_GROUP + t] = 0;
+    item->bytes_sampled = s->groups * group_bytes(step);
+}
+
+/* Chooses the keys whose sums are the highest, the same number for every row. */
+static void choose_sample(const ekv_step *step, const ekv_item *item, sample *s) {
+    enum { WORDS = SAMPLE_GROUPS * EKV_SKETCH_GROUP / 64 };
+    uint64_t chosen[WORDS] = {0};
+    const int n = s->groups * EKV_SKETCH_GROUP, wanted = SAMPLE / item->rows;
+    for (int32_t r = 0; r < item->rows; r++) {
+        const ekv_row *row = &item->row[r];
+        uint16_t *histogram = row->table->histogram;
+        uint64_t high[WORDS] = {0};
+        int bin = EKV_BINS - 1, taken = 0, left = wanted;
+        memset(histogram, 0, sizeof row->table->histogram);
+        for (int i = 0; i < n; i++) histogram[row->sum[i] / EKV_BIN_WIDTH]++;
+        while (bin > 0 && (taken == 0 || taken + histogram[bin] <= wanted)) taken += histogram[bin--];
+        ekv_above_args above = {row->sum, n, (uint16_t)((bin + 1) * EKV_BIN_WIDTH - 1), high};
+        step->kernels->above(&above);
+        for (int w = 0; w * 64 < n && left > 0; w++)
+            for (; high[w] && left > 0; high[w] &= high[w] - 1, left--) chosen[w] |= high[w] & (~high[w] + 1);
+        s->bin[r] = bin;
+    }
+    for (int w = 0; w * 64 < n; w++)
+        for (uint64_t mask = chosen[w]; mask; mask &= mask - 1) {
+            const int i = w * 64 + lowest_bit(mask);
+            s->at[s->n] = i;
+            s->token[s->n++] = s->first[i / EKV_SKETCH_GROUP] + i % EKV_SKETCH_GROUP;
+        }
+}
+
+static void read_sample(const ekv_step *step, ekv_item *item, sample *s) {
+    const void *keys[EKV_TILE];
+    reader rd;
+    reader_begin(item, &rd);
+    for (int i = 0; i < s->n; i++) {
+        const int32_t token = s->token[i], page_size = step->kv.page_size;
+        read_mask(step, item, &rd, token / 64 * 64, UINT64_C(1) << token % 64);
+        keys[i] = ekv_key(&step->kv, ekv_block(item, token / page_size), token % page_size, item->head);
+    }
+    reader_flush(step, item, &rd);
+    ekv_score_args score = {rd.q, rd.slope, rd.q_token, item->rows, keys, s->token, s->n, step->kv.k_dim, s->z, NULL, 0};
+    if (s->n) step->kernels->score[step->kv.dtype](&score); /* once more, since the lists leave out what is low */
+}
+
+/* Scores and how many tokens have each. */
+typedef struct mass_point {
+    double z, tokens;
+} mass_point;
+
+/* Sampled groups hold more tokens than were read: the others' scores are taken to lie as far below their bounds as those that were read
+ * do on average. */
+static int guess_unread(const ekv_row *row, int32_t r, const sample *s, double above, mass_point *point) {
+    const ekv_table *t = row->table;
+    double gap = 0.0;
+    int n = 0;
+    for (int i = 0; i < s->n; i++) gap += t->origin + t->step * (double)row->sum[s->at[i]] - (double)s->z[r * EKV_TILE + i];
+    for (int b = s->bin[r]; b >= 0; b--) {
+        const double z = t->origin + t->step * (b + 0.5) * EKV_BIN_WIDTH - gap / s->n;
+        if (!(z > above)) break; /* NaN too */
+        if (t->histogram[b]) point[n++] = (mass_point){z, s->weight * t->histogram[b]};
+    }
+    return n;
+}
+
+/* An estimate of row r's final tau: every sampled token counted for all that it stands for; beta rounded up, which at most lowers it.
+ * For decisions alone. */
+static double estimate_tau(const ekv_item *item, int32_t r, const sample *s) {
+    const ekv_row *row = &item->row[r];
+    mass_point point[SAMPLE + EKV_BINS];
+    double top = -(double)INFINITY, low, high;
+    int n = 0;
+    for (int i = 0; i < s->n; i++) {
+        const double z = (double)s->z[r * EKV_TILE + i];
+        if (s->token[i] >= row->n) continue;
+        if (z > top) top = z;
+        point[n++] = (mass_point){z, s->weight};
+    }
+    if (!(top > -(double)INFINITY) || !(top < (double)INFINITY)) return (double)row->cut;
+    if (s->groups > 0) n += guess_unread(row, r, s, top - 1.0, point + n);
+    low = top - 1.0;
+    high = top;
+    for (int i = 0; i < 10; i++) {
+        const double tau = 0.5 * (low + high);
+        double sum = 0.0;
+        for (int j = 0; j < n; j++) {
+            const double t = point[j].z - tau;
+            double mass = t > 0.0 ? point[j].tokens * t : 0.0;
+            for (int32_t power = 1; power < row->power && mass > 1e-9; power++) mass *= t;
+            sum += mass;
+        }
+        if (sum >= 1.0)
+            low = tau;
+        else
+            high = tau;
+    }
+    return low > (double)row->cut ? low : (double)row->cut;
+}
+
+/* The share of the tokens in the sampled groups that the sketch cannot rule out at the estimates of tau. */
+static double surviving_share(const ekv_step *step, const ekv_item *item, const sample *s, const double *tau) {
+    uint64_t needed[SAMPLE_GROUPS * EKV_SKETCH_GROUP / 64] = {0};
+    const int n = s->groups * EKV_SKETCH_GROUP;
+    int survivors = 0;
+    for (int32_t r = 0; r < item->rows; r++) {
+        ekv_above_args above = {item->row[r].sum, n, limit_at(&item->row[r], tau[r]), needed};
+        step->kernels->above(&above);
+    }
+    for (int w = 0; w * 64 < n; w++)
+        for (uint64_t mask = needed[w]; mask; mask &= mask - 1) survivors++;
+    return (double)survivors / n;
 }
 
 /* ---- boxes ---- */
 
-/* The share of needed pages, of about 16 looked at, that boxes rule out for every row. */
+/* The share of needed pages, of up to 16 looked at, that boxes rule out for every row. */
 static double boxed_share(const ekv_step *step, ekv_item *item, int64_t pages, const double *tau) {
-    const int64_t stride = ekv_max64(1, pages / 16);
-    int64_t seen = 0, next = 0;
-    int32_t page[EKV_PAGE_BATCH];
-    bool needed[EKV_PAGE_BATCH] = {false};
-    float bound[EKV_PAGE_BATCH];
-    int looked = 0, ruled_out = 0;
-    for (int32_t p = 0; p < item->pages && looked < EKV_PAGE_BATCH; p++) {
-        if (!item->needed[p] || seen++ != next) continue;
-        next += stride;
-        page[looked++] = p;
-    }
+    enum { MOST = 16 };
+    const int looked = (int)ekv_min64(pages, MOST);
+    needed_pages at = {.all = pages};
+    int32_t page[MOST];
+    bool needed[MOST] = {false};
+    float bound[MOST];
+    int ruled_out = 0;
+    for (int i = 0; i < looked; i++) page[i] = needed_page(item, &at, i * pages / looked);
     for (int32_t r = 0; r < item->rows; r++) {
         int n = looked;
         while (n > 0 && page[n - 1] >= item->row[r].pages) n--;
@@ -496,15 +620,18 @@ static double boxed_share(const ekv_step *step, ekv_item *item, int64_t pages, c
     }
     for (int i = 0; i < looked; i++) ruled_out += !needed[i];
     item->bytes_statistics += looked * (int64_t)step->index->box_bytes;
-    return looked ? (double)ruled_out / looked : 0.0;
+    return (double)ruled_out / looked;
 }
 
-static void bound_by_boxes(const ekv_step *step, ekv_item *item) {
-    for (int32_t p = 0; p < item->pages;) {
+void ekv_certify_boxes(const ekv_step *step, ekv_item *item, int32_t span) {
+    if (!item->use_boxes) return;
+    const int64_t begin = ekv_ceil_div((int64_t)span * EKV_SPAN, step->kv.page_size),
+                  end = ekv_min64(item->pages, ekv_ceil_div(((int64_t)span + 1) * EKV_SPAN, step->kv.page_size));
+    for (int32_t p = (int32_t)begin; p < end;) {
         int32_t page[EKV_PAGE_BATCH];
         float bound[EKV_PAGE_BATCH];
         int count = 0;
-        for (; p < item->pages && count < EKV_PAGE_BATCH; p++)
+        for (; p < end && count < EKV_PAGE_BATCH; p++)
             if (item->needed[p]) page[count++] = p;
         for (int32_t r = 0; r < item->rows; r++) {
             ekv_row *row = &item->row[r];
@@ -514,7 +641,7 @@ static void bound_by_boxes(const ekv_step *step, ekv_item *item) {
             for (int i = 0; i < n; i++)
                 if (bound[i] < row->bound[page[i]]) row->bound[page[i]] = bound[i];
         }
-        item->bytes_statistics += count * (int64_t)step->index->box_bytes;
+        item->part[span].boxed += count;
     }
 }
 
@@ -533,32 +660,37 @@ static bool has_basis(const ekv_step *step, const ekv_item *item) {
     return step->index->codes && step->index->bases[item->head].codes > 0;
 }
 
-/* Decides which of boxes and sketch pay for what the norms left, and applies the boxes. */
+/* Decides which of boxes and sketch pay for what the norms left. */
 static void choose_levels(const ekv_step *step, ekv_item *item) {
-    sample s;
+    sample s = {.n = 0, .groups = 0};
     double tau[EKV_ITEM_ROWS];
-    int64_t pages = find_needed(item);
+    const int64_t pages = find_needed(item);
     const double page_size = step->kv.page_size, key = (double)step->kv.k_dim * (double)ekv_element_bytes(step->kv.dtype);
     if ((double)pages * page_size < LEAST_TOKENS) return;
-    take_sample(step, item, pages, &s);
+    if (has_basis(step, item) && (double)pages * page_size * key > 4.0 * (double)basis_bytes(step, item)) {
+        for (int32_t r = 0; r < item->rows; r++) build_table(step, item, &item->row[r]);
+        item->bytes_sketch += basis_bytes(step, item);
+        look_up_sample(step, item, pages, &s);
+    }
+    if (s.groups > 0) {
+        choose_sample(step, item, &s);
+        s.weight = (double)pages * page_size / (s.groups * EKV_SKETCH_GROUP);
+    } else {
+        spread_sample(step, item, pages, &s);
+    }
+    read_sample(step, item, &s);
     for (int32_t r = 0; r < item->rows; r++) {
         raise_cut(step, item, &item->row[r]);
         tau[r] = estimate_tau(item, r, &s);
     }
-    double token_cost = key, share = 1.0; /* bytes for a token of a needed page */
-    const double sketch = has_basis(step, item) ? (double)step->index->sketch_bytes / page_size : 0.0;
-    const bool tables = has_basis(step, item) && (double)pages * page_size * key > 4.0 * (double)basis_bytes(step, item);
-    if (tables) {
-        for (int32_t r = 0; r < item->rows; r++) build_table(step, item, &item->row[r]);
-        item->bytes_sketch += basis_bytes(step, item);
-        share = surviving_share(step, item, &s, tau);
-        if (key * (1.0 - share) > PAYS * sketch) token_cost = sketch + share * key;
+    double token_cost = key; /* bytes for a token of a needed page */
+    if (s.groups > 0) {
+        const double sketch = (double)step->index->sketch_bytes / page_size, share = surviving_share(step, item, &s, tau);
+        item->use_sketch = key * (1.0 - share) > PAYS * sketch;
+        if (item->use_sketch) token_cost = sketch + share * key;
     }
-    if (step->index->box_bytes && boxed_share(step, item, pages, tau) * page_size * token_cost > PAYS * (double)step->index->box_bytes)
-        bound_by_boxes(step, item);
-    pages = find_needed(item);
-    item->use_sketch = tables && (double)pages * page_size >= LEAST_TOKENS && key * (1.0 - share) > PAYS * sketch;
-    if (!item->use_sketch) item->bytes_sketch += item->bytes_sampled; /* otherwise the stage reads them once more, from cache */
+    item->use_boxes = step->index->box_bytes && boxed_share(step, item, pages, tau) * page_size * token_cost >
+                                                    PAYS * (double)step->index->box_bytes;
 }
 
 static void set_bits(uint64_t *bits, int64_t begin, int64_t end) {
@@ -579,21 +711,34 @@ static void leave_to_scan(const ekv_step *step, ekv_item *item) {
     }
 }
 
+/* What norms and boxes left: too little for the sketch, or all that it looks at. */
+static void settle(const ekv_step *step, ekv_item *item) {
+    for (int32_t s = 0; s < item->spans; s++) item->bytes_statistics += item->part[s].boxed * (int64_t)(step->index ? step->index->box_bytes : 0);
+    if (item->use_boxes || (!item->use_sketch && item->needed_pages < item->pages)) /* else nothing new is ruled out worth a look */
+        item->use_sketch &= find_needed(item) * step->kv.page_size >= LEAST_TOKENS;
+    if (item->use_boxes || !item->use_sketch) item->bytes_sketch += item->bytes_sampled; /* otherwise they are looked up once more */
+    if (!item->use_sketch) leave_to_scan(step, item);
+}
+
 void ekv_certify_begin(const ekv_step *step, ekv_item *item) {
-    item->use_sketch = false;
+    item->use_boxes = item->use_sketch = false;
+    item->round = 0;
+    item->needed_pages = item->pages;
     item->bytes_statistics = item->bytes_sketch = item->bytes_sampled = 0;
     if (item->n == 0) return;
     memset(item->read, 0, ((size_t)item->n / 64 + 1) * sizeof *item->read);
-    memset(item->needed, NEEDED, (size_t)item->pages);
+    memset(item->needed, 1, (size_t)item->pages);
     for (int64_t i = 0; i < (int64_t)item->rows * item->spans; i++) item->part[i] = (ekv_part){.z_max = -INFINITY};
-    if (step->index && item->n >= LEAST_TOKENS) {
+    if (has_bounds(step, item)) {
         if (step->index->norms) item->bytes_statistics += item->pages * (int64_t)sizeof(float);
         read_first(step, item);
         choose_levels(step, item);
     }
-    if (!item->use_sketch) leave_to_scan(step, item);
-    for (int32_t p = 0; p < item->pages && item->use_sketch; p++)
-        if (item->needed[p] && page_sketched(step, item, p)) item->needed[p] = SKETCHED;
+    if (!item->use_boxes) settle(step, item);
+}
+
+void ekv_certify_settle(const ekv_step *step, ekv_item *item) {
+    if (item->use_boxes) settle(step, item);
 }
 
 /* Groups of a span. */
@@ -604,16 +749,20 @@ static int64_t end_group(const ekv_item *item, int32_t span) {
 
 void ekv_certify_sketch(const ekv_step *step, ekv_item *item, int32_t span) {
     if (!item->use_sketch) return;
-    const int32_t per_page = step->kv.page_size / EKV_SKETCH_GROUP;
+    const int32_t per_page = page_groups(step);
+    const int64_t stretches = stretches_of(step, item);
+    int32_t page = (int32_t)(first_group(span) / per_page), within = (int32_t)(first_group(span) % per_page);
     run run = {0};
     for (int64_t group = first_group(span); group < end_group(item, span); group++) {
-        const uint8_t needed = item->needed[group / per_page];
-        if (needed == SKETCHED) {
-            run_add(step, item, &run, group);
+        if (!item->needed[page])
+            for (int32_t r = 0; r < item->rows; r++) fill_sums(&item->row[r], group, 0);
+        else if (!page_sketched(step, item, page, stretches))
+            for (int32_t r = 0; r < item->rows; r++) fill_sums(&item->row[r], group, MUST_READ);
+        else {
+            run_add(step, item, &run, page, within, group);
             item->part[span].looked++;
-            continue;
         }
-        for (int32_t r = 0; r < item->rows; r++) fill_sums(&item->row[r], group, needed ? MUST_READ : 0);
+        if (++within == per_page) page++, within = 0;
     }
     look_up(step, item, &run);
 }
@@ -640,15 +789,15 @@ static void choose_take(ekv_row *row, int round) {
     if (take > row->limit) row->take = (uint16_t)take;
 }
 
-void ekv_certify_raise(const ekv_step *step, ekv_item *item, ekv_row *row, int round) {
+void ekv_certify_raise(const ekv_step *step, ekv_item *item, ekv_row *row) {
     if (!item->use_sketch) return;
-    if (round == 0)
+    if (item->round == 0)
         count_sums(row);
     else
         raise_cut(step, item, row);
     row->limit = limit_at(row, (double)row->cut);
     row->take = row->limit;
-    if (round < EKV_CERTIFY_ROUNDS - 1) choose_take(row, round);
+    if (item->round < EKV_CERTIFY_ROUNDS - 1) choose_take(row, item->round);
 }
 
 /*
@@ -658,6 +807,7 @@ void ekv_certify_raise(const ekv_step *step, ekv_item *item, ekv_row *row, int r
  */
 static uint16_t relaxed_limit(const ekv_step *step, const ekv_item *item, const ekv_row *row, int32_t span, ekv_part *part) {
     enum { BINS = 256 };
+    if (row->limit == 0) return 0; /* the cut lies below the table, and how far is not known here */
     int32_t count[BINS] = {0}, bin = 0;
     const int32_t first = span * EKV_SPAN, end = (int32_t)ekv_min64(row->n, (int64_t)first + EKV_SPAN);
     const double beta = 1.0 / (row->alpha - 1.0), allowed = step->p.max_mass * (double)(end - first) / row->n;
@@ -699,12 +849,9 @@ static void sort_list(const ekv_step *step, ekv_row *row, int32_t span, ekv_part
         }
 }
 
-void ekv_certify_round(const ekv_step *step, ekv_item *item, int32_t span, int round) {
-    const bool last = round == EKV_CERTIFY_ROUNDS - 1;
-    if (!item->use_sketch) {
-        if (last) ekv_scan(step, item, span);
-        return;
-    }
+void ekv_certify_round(const ekv_step *step, ekv_item *item, int32_t span) {
+    const bool last = item->round == EKV_CERTIFY_ROUNDS - 1;
+    if (!item->use_sketch) return;
     const int32_t first = span * EKV_SPAN, n = (int32_t)ekv_min64(item->n - (int64_t)first, EKV_SPAN);
     uint64_t needed[EKV_SPAN / 64] = {0};
     for (int32_t r = 0; r < item->rows; r++) {
@@ -717,7 +864,8 @@ void ekv_certify_round(const ekv_step *step, ekv_item *item, int32_t span, int r
     reader rd;
     reader_begin(item, &rd);
     rd.span = span;
-    for (int32_t w = 0; w * 64 < n; w++) read_mask(step, item, &rd, first + w * 64, needed[w]);
+    for (int32_t w = 0; w * 64 < n; w++)
+        if (needed[w]) read_mask(step, item, &rd, first + w * 64, needed[w]);
     reader_flush(step, item, &rd);
     for (int32_t r = 0; r < item->rows && last; r++) sort_list(step, &item->row[r], span, parts_of(item, &item->row[r]) + span);
 }
@@ -729,12 +877,11 @@ void ekv_certify_tables(const ekv_step *step, ekv_item *item) {
 }
 
 void ekv_certify_sums(const ekv_step *step, ekv_item *item) {
-    const int32_t per_page = step->kv.page_size / EKV_SKETCH_GROUP;
+    const int32_t per_page = page_groups(step);
     run run = {0};
-    for (int32_t r = 0; r < item->rows; r++)
-        for (int64_t s = 0; s * step->index->stretch < item->pages; s++) item->row[r].start[s] = start_from(&item->row[r], s, 0.0);
     for (int64_t group = 0; group * EKV_SKETCH_GROUP < item->n; group++)
-        if (page_sketched(step, item, group / per_page)) run_add(step, item, &run, group);
+        if (page_sketched(step, item, group / per_page, stretches_of(step, item)))
+            run_add(step, item, &run, (int32_t)(group / per_page), (int32_t)(group % per_page), group);
     look_up(step, item, &run);
 }
 

@@ -197,7 +197,7 @@ static const int value_rows[] = {1, 2, 3, 7, 8, 31, 64, 127, 128};
 
 enum { VALUES_NORMAL, VALUES_SKIPPED, VALUES_NAN, VALUES_LARGE, VALUES_NONE };
 
-static const int weight_rows[] = {1, 2, 3, 5};
+static const int weight_rows[] = {1, 2, 3, 5, 8, 17};
 
 static void check_accumulate(ekv_check *c) {
     const ekv_dtype dtype = (ekv_dtype)c->value[0];
@@ -206,7 +206,7 @@ static void check_accumulate(ekv_check *c) {
     if (c->unsupported) return;
     const void **values = ekv_rows(c, "value", n, dim, dtype);
     const float **weights = ekv_room_in(c, "weight pointers", rows, sizeof *weights);
-    float **sums = ekv_room_in(c, "sum pointers", rows, sizeof *sums), *weight[5] = {0};
+    float **sums = ekv_room_in(c, "sum pointers", rows, sizeof *sums), *weight[17] = {0};
     double *before = ekv_scratch(c, (size_t)rows * EKV_MAX_DIM * sizeof *before);
     for (int r = 0; r < rows && !c->failed; r++) {
         weights[r] = weight[r] = ekv_room_in(c, "weight", n, sizeof **weight);

@@ -18,24 +18,30 @@
 
 /* ---- lookup ---- */
 
-static const int code_counts[] = {2, 4, 6, 28, 52, 100}, group_counts[] = {1, 2, 3, 4, 7, 16};
+static const int lookup_rows[] = {1, 2, 3, 5}, code_counts[] = {2, 4, 6, 28, 52, 100}, group_counts[] = {1, 2, 3, 4, 7, 16};
 static const char *const table_contents[] = {"small", "saturating", "all largest", "zero", "one byte alone"};
 
 static void check_lookup(ekv_check *c) {
-    const int codes = c->value[0], groups = c->value[1], content = c->value[2];
+    const int rows = c->value[0], codes = c->value[1], groups = c->value[2], content = c->value[3];
     c->unsupported = !c->table->lookup;
     if (c->unsupported) return;
-    uint16_t *table = ekv_room_in(c, "table", 16 * codes, sizeof *table);
+    const uint16_t **table = ekv_room_in(c, "table pointers", rows, sizeof *table), **start = ekv_room_in(c, "start pointers", rows, sizeof *start);
+    uint16_t **sum = ekv_room_in(c, "sum pointers", rows, sizeof *sum);
     const uint8_t **group = ekv_room_in(c, "group pointers", groups, sizeof *group);
-    uint16_t *start = ekv_room_in(c, "start", groups, sizeof *start);
-    uint16_t *sum = ekv_room_out(c, "sum", (int64_t)groups * EKV_SKETCH_GROUP, sizeof *sum);
     uint8_t *codes_of[16];
     if (c->failed) return;
-    for (int g = 0; g < groups; g++) start[g] = (uint16_t)(g % 3 == 0 ? 0 : ekv_below(c, g % 3 == 1 ? 100 : 65536));
-    for (int i = 0; i < 16 * codes; i++) {
-        const int low = content == 3 ? 0 : content == 2 ? 255 : ekv_below(c, 256);
-        const int high = content == 3 || content == 4 ? 0 : content == 2 ? 255 : ekv_below(c, content == 1 ? 256 : 1 + 120 / codes);
-        table[i] = (uint16_t)(low + 256 * high);
+    for (int r = 0; r < rows; r++) {
+        uint16_t *entries = ekv_room_in(c, "table", 16 * codes, sizeof *entries), *starts = ekv_room_in(c, "start", groups, sizeof *starts);
+        table[r] = entries;
+        start[r] = starts;
+        sum[r] = ekv_room_out(c, "sum", (int64_t)groups * EKV_SKETCH_GROUP, sizeof **sum);
+        if (c->failed) return;
+        for (int g = 0; g < groups; g++) starts[g] = (uint16_t)(g % 3 == 0 ? 0 : ekv_below(c, g % 3 == 1 ? 100 : 65536));
+        for (int i = 0; i < 16 * codes; i++) {
+            const int low = content == 3 ? 0 : content == 2 ? 255 : ekv_below(c, 256);
+            const int high = content == 3 || content == 4 ? 0 : content == 2 ? 255 : ekv_below(c, content == 1 ? 256 : 1 + 120 / codes);
+            entries[i] = (uint16_t)(low + 256 * high);
+        }
     }
     for (int g = 0; g < groups; g++) {
         group[g] = codes_of[g] = ekv_room_in(c, "group", codes / 2 * EKV_SKETCH_GROUP, 1);
@@ -43,18 +49,17 @@ static void check_lookup(ekv_check *c) {
         for (int i = 0; i < codes / 2 * EKV_SKETCH_GROUP; i++) codes_of[g][i] = (uint8_t)ekv_below(c, 256);
     }
     ekv_seal(c);
-    ekv_lookup_args a = {table, codes, group, start, groups, sum};
+    ekv_lookup_args a = {table, rows, codes, group, start, groups, sum};
     c->table->lookup(&a);
-    for (int g = 0; g < groups; g++)
-        for (int t = 0; t < EKV_SKETCH_GROUP; t++) {
-            int64_t total = start[g];
-            for (int code = 0; code < codes; code++) {
-                const uint8_t pair = codes_of[g][code / 2 * EKV_SKETCH_GROUP + t];
-                const int number = code % 2 ? pair >> 4 : pair & 15;
-                total += table[16 * code + number];
-            }
-            ekv_expect(c, "sum", g * EKV_SKETCH_GROUP + t, sum[g * EKV_SKETCH_GROUP + t], (double)ekv_min64(total, 65535), 0.0);
+    for (int i = 0; i < rows * groups * EKV_SKETCH_GROUP; i++) {
+        const int r = i / (groups * EKV_SKETCH_GROUP), t = i % (groups * EKV_SKETCH_GROUP), g = t / EKV_SKETCH_GROUP;
+        int64_t total = start[r][g];
+        for (int code = 0; code < codes; code++) {
+            const uint8_t pair = codes_of[g][code / 2 * EKV_SKETCH_GROUP + t % EKV_SKETCH_GROUP];
+            total += table[r][16 * code + (code % 2 ? pair >> 4 : pair & 15)];
         }
+        ekv_expect(c, "sum", i, sum[r][t], (double)ekv_min64(total, 65535), 0.0);
+    }
 }
 
 /* ---- above ---- */
@@ -324,7 +329,7 @@ const ekv_family ekv_sketch_families[] = {
     {"lookup",
      400,
      check_lookup,
-     {EKV_NUMBERS("codes", code_counts), EKV_NUMBERS("groups", group_counts), EKV_NAMES("tables", table_contents),
-      EKV_NAMES("memory", ekv_placements)}},
+     {EKV_NUMBERS("rows", lookup_rows), EKV_NUMBERS("codes", code_counts), EKV_NUMBERS("groups", group_counts),
+      EKV_NAMES("tables", table_contents), EKV_NAMES("memory", ekv_placements)}},
     {"above", 120, check_above, {EKV_NUMBERS("sums", sum_counts), EKV_NAMES("limit", limits), EKV_NAMES("memory", ekv_placements)}},
     {0}};

@@ -131,7 +131,9 @@ typedef struct run {
     int64_t *first_span, *first_row; /* [items + 1] number of each item's first span and row */
     int64_t begin, end;              /* by stages: the items of this wave */
     char *arenas;                    /* the items' memory */
-    int round;                       /* certified */
+    ekv_on_item *on_item;            /* what the tasks of the present stage call */
+    ekv_on_span *on_span;
+    ekv_on_row *on_row;
 } run;
 
 /* The step's own arrays; with an arena that only measures, nothing is written. */
@@ -235,75 +237,74 @@ static ekv_item *item_of(const run *r, const int64_t *start, int64_t i, int64_t 
     return &r->items[low];
 }
 
-static void stage_prepare(void *arg, int64_t i) {
+/* Tasks of a stage: each calls one of the run's functions for an item, a span of one, or a row of one. */
+static void each_item(void *arg, int64_t i) {
     const run *r = arg;
-    prepare(r->step, &r->items[r->begin + i]);
+    r->on_item(r->step, &r->items[r->begin + i]);
 }
 
-static void stage_statistics(void *arg, int64_t i) {
+static void each_span(void *arg, int64_t i) {
     const run *r = arg;
     int64_t span;
     ekv_item *item = item_of(r, r->first_span, i + r->first_span[r->begin], &span);
-    ekv_statistics(r->step, item, (int32_t)span);
+    r->on_span(r->step, item, (int32_t)span);
 }
 
-static void stage_select_row(void *arg, int64_t i) {
+static void each_row(void *arg, int64_t i) {
     const run *r = arg;
     int64_t row;
     ekv_item *item = item_of(r, r->first_row, i + r->first_row[r->begin], &row);
-    ekv_select_row(r->step, item, &item->row[row]);
+    r->on_row(r->step, item, &item->row[row]);
 }
 
-static void stage_select_item(void *arg, int64_t i) {
-    const run *r = arg;
-    ekv_select_item(r->step, &r->items[r->begin + i]);
+static void over_items(ekv_context *context, run *r, ekv_on_item *call) {
+    r->on_item = call;
+    ekv_parallel(context, r->end - r->begin, each_item, r);
 }
 
-static void stage_sketch(void *arg, int64_t i) {
-    const run *r = arg;
-    int64_t span;
-    ekv_item *item = item_of(r, r->first_span, i + r->first_span[r->begin], &span);
-    ekv_certify_sketch(r->step, item, (int32_t)span);
+static void over_spans(ekv_context *context, run *r, ekv_on_span *call) {
+    r->on_span = call;
+    ekv_parallel(context, r->first_span[r->end] - r->first_span[r->begin], each_span, r);
 }
 
-static void stage_round(void *arg, int64_t i) {
-    const run *r = arg;
-    int64_t span;
-    ekv_item *item = item_of(r, r->first_span, i + r->first_span[r->begin], &span);
-    ekv_certify_round(r->step, item, (int32_t)span, r->round);
+static void over_rows(ekv_context *context, run *r, ekv_on_row *call) {
+    r->on_row = call;
+    ekv_parallel(context, r->first_row[r->end] - r->first_row[r->begin], each_row, r);
 }
 
-static void stage_raise(void *arg, int64_t i) {
-    const run *r = arg;
-    int64_t row;
-    ekv_item *item = item_of(r, r->first_row, i + r->first_row[r->begin], &row);
-    ekv_certify_raise(r->step, item, &item->row[row], r->round);
+static void last_round(const ekv_step *step, ekv_item *item, int32_t span) {
+    if (item->use_sketch)
+        ekv_certify_round(step, item, span);
+    else
+        ekv_scan(step, item, span);
 }
 
-static void stage_scan(void *arg, int64_t i) {
-    const run *r = arg;
-    int64_t span;
-    ekv_item *item = item_of(r, r->first_span, i + r->first_span[r->begin], &span);
-    ekv_scan(r->step, item, (int32_t)span);
+/* The stages that only policy certified has, one after another. */
+static void certify_item(const ekv_step *step, ekv_item *item) {
+    for (int32_t span = 0; span < item->spans; span++) ekv_certify_boxes(step, item, span);
+    ekv_certify_settle(step, item);
+    for (int32_t span = 0; span < item->spans; span++) ekv_certify_sketch(step, item, span);
+    for (int32_t round = 0; round < EKV_CERTIFY_ROUNDS && item->use_sketch; round++) {
+        for (int32_t row = 0; row < item->rows; row++) ekv_certify_raise(step, item, &item->row[row]);
+        for (int32_t span = 0; span < item->spans; span++) ekv_certify_round(step, item, span);
+        item->round++;
+    }
 }
 
-static void stage_values(void *arg, int64_t i) {
-    const run *r = arg;
-    int64_t span;
-    ekv_item *item = item_of(r, r->first_span, i + r->first_span[r->begin], &span);
-    ekv_values(r->step, item, (int32_t)span);
-}
-
-static void stage_finish(void *arg, int64_t i) {
-    const run *r = arg;
-    int64_t row;
-    ekv_item *item = item_of(r, r->first_row, i + r->first_row[r->begin], &row);
-    ekv_finish(r->step, item, &item->row[row]);
-}
-
-static void stage_output(void *arg, int64_t i) {
-    const run *r = arg;
-    ekv_output(r->step, &r->items[r->begin + i]);
+/* The same for all items of a wave; stages that no item has are left out, since each costs a barrier. */
+static void certify_wave(ekv_context *context, run *r) {
+    bool boxes = false, sketch = false;
+    for (int64_t i = r->begin; i < r->end; i++) boxes |= r->items[i].use_boxes;
+    if (boxes) over_spans(context, r, ekv_certify_boxes);
+    if (boxes) over_items(context, r, ekv_certify_settle);
+    for (int64_t i = r->begin; i < r->end; i++) sketch |= r->items[i].use_sketch;
+    if (sketch) over_spans(context, r, ekv_certify_sketch);
+    for (int32_t round = 0; round < EKV_CERTIFY_ROUNDS && sketch; round++) {
+        over_rows(context, r, ekv_certify_raise);
+        over_spans(context, r, round < EKV_CERTIFY_ROUNDS - 1 ? ekv_certify_round : last_round);
+        for (int64_t i = r->begin; i < r->end; i++) r->items[i].round++;
+    }
+    if (!sketch) over_spans(context, r, ekv_scan);
 }
 
 /* All stages of one item, in the memory of this task's slot. */
@@ -315,15 +316,8 @@ static void whole_item(void *arg, int64_t i) {
     place_item(r->step, &item, &arena);
     prepare(r->step, &item);
     select_pages(r->step, &item);
-    if (r->step->certified) {
-        for (int32_t span = 0; span < item.spans; span++) ekv_certify_sketch(r->step, &item, span);
-        for (int round = 0; round < EKV_CERTIFY_ROUNDS; round++) {
-            for (int32_t row = 0; row < item.rows; row++) ekv_certify_raise(r->step, &item, &item.row[row], round);
-            for (int32_t span = 0; span < item.spans; span++) ekv_certify_round(r->step, &item, span, round);
-        }
-    } else {
-        for (int32_t span = 0; span < item.spans; span++) ekv_scan(r->step, &item, span);
-    }
+    if (r->step->certified) certify_item(r->step, &item);
+    for (int32_t span = 0; span < item.spans && !item.use_sketch; span++) ekv_scan(r->step, &item, span);
     for (int32_t row = 0; row < item.rows; row++) ekv_finish(r->step, &item, &item.row[row]);
     if (r->step->lists)
         for (int32_t span = 0; span < item.spans; span++) ekv_values(r->step, &item, span);
@@ -371,24 +365,17 @@ static bool next_wave(run *r) {
 }
 
 static void run_stages(ekv_context *context, run *r) {
-    const int64_t items = r->end - r->begin, spans = r->first_span[r->end] - r->first_span[r->begin],
-                  rows = r->first_row[r->end] - r->first_row[r->begin];
-    ekv_parallel(context, items, stage_prepare, r);
-    if (has_statistics(r->step)) ekv_parallel(context, spans, stage_statistics, r);
-    if (r->step->sparse) ekv_parallel(context, rows, stage_select_row, r);
-    ekv_parallel(context, items, stage_select_item, r);
-    if (r->step->certified) {
-        ekv_parallel(context, spans, stage_sketch, r);
-        for (r->round = 0; r->round < EKV_CERTIFY_ROUNDS; r->round++) {
-            ekv_parallel(context, rows, stage_raise, r);
-            ekv_parallel(context, spans, stage_round, r);
-        }
-    } else {
-        ekv_parallel(context, spans, stage_scan, r);
-    }
-    ekv_parallel(context, rows, stage_finish, r);
-    if (r->step->lists) ekv_parallel(context, spans, stage_values, r);
-    ekv_parallel(context, items, stage_output, r);
+    over_items(context, r, prepare);
+    if (has_statistics(r->step)) over_spans(context, r, ekv_statistics);
+    if (r->step->sparse) over_rows(context, r, ekv_select_row);
+    over_items(context, r, ekv_select_item);
+    if (r->step->certified)
+        certify_wave(context, r);
+    else
+        over_spans(context, r, ekv_scan);
+    over_rows(context, r, ekv_finish);
+    if (r->step->lists) over_spans(context, r, ekv_values);
+    over_items(context, r, ekv_output);
 }
 
 /* ---- public ---- */

@@ -82,30 +82,26 @@ static void select_forced(const ekv_step *step, const ekv_item *item, ekv_row *r
     for (int64_t page = 0; page < ekv_min64(step->p.first_pages, pages); page++) row->selected[page] = 1;
     const int64_t recent = ekv_max64(0, row->n - (int64_t)step->p.recent_tokens) / page_size;
     if (step->p.recent_tokens > 0) memset(row->selected + recent, 1, (size_t)(pages - recent));
+    const float *statistic = step->bounds ? row->bound : row->mean; /* not finite where the page is unknown */
     for (int64_t page = 0; page < pages; page++)
-        if (!known(step, item, row, page)) row->selected[page] = 1;
+        if (!(statistic[page] < INFINITY) && !known(step, item, row, page)) row->selected[page] = 1;
 }
 
 /* ---- topk ---- */
 
-/* A whole number that orders floats; NaN counts as +infinity, and -0 as 0. */
+/* A whole number above 0 that orders floats; NaN counts as +infinity, and -0 as 0. */
 static uint32_t order_of(float x) {
     uint32_t bits;
-    if (x != x) x = INFINITY;
-    x += 0.0f;
+    x = x != x ? INFINITY : x + 0.0f;
     memcpy(&bits, &x, sizeof bits);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return bits ^ ((0u - (bits >> 31)) | 0x80000000u);
 }
 
-/* The order of the k-th largest bound among the pages not selected yet, 11, 11 and 10 bits at a time: each pass looks at those alone
- * that share the bits found so far, whose orders stand at the front of row->order.  *ties: how many pages of exactly that order belong
- * to the k. */
-static uint32_t kth_largest(const ekv_row *row, int64_t k, int64_t *ties) {
+/* The k-th largest of n > 0 numbers, 11, 11 and 10 bits at a time: each pass looks at those alone that share the bits found so far,
+ * which move to the front.  *ties: how many numbers of exactly that size belong to the k. */
+static uint32_t kth_largest(uint32_t *order, int64_t n, int64_t k, int64_t *ties) {
     static const int shifts[3] = {21, 10, 0}, widths[3] = {11, 11, 10};
-    uint32_t *order = row->order, prefix = 0;
-    int64_t n = 0;
-    for (int64_t page = 0; page < row->pages; page++)
-        if (!row->selected[page]) order[n++] = order_of(row->bound[page]);
+    uint32_t prefix = 0;
     for (int pass = 0; pass < 3; pass++) {
         int32_t histogram[2048] = {0};
         const int shift = shifts[pass];
@@ -123,20 +119,48 @@ static uint32_t kth_largest(const ekv_row *row, int64_t k, int64_t *ties) {
     return prefix;
 }
 
+/* Moves numbers that may be among the k largest of n to the front and returns how many: the k-th largest of the maxima of groups is a
+ * lower bound of what is looked for. */
+static int64_t narrow(uint32_t *order, int64_t n, int64_t k) {
+    enum { GROUPS = 1024 };
+    uint32_t most[GROUPS], sorted[GROUPS];
+    const int64_t size = ekv_ceil_div(n, GROUPS), groups = ekv_ceil_div(n, size);
+    int64_t ties, left = 0;
+    if (k > groups / 2) return n;
+    for (int64_t g = 0; g < groups; g++) {
+        uint32_t largest = 0;
+        for (int64_t i = g * size; i < ekv_min64(n, (g + 1) * size); i++) largest = order[i] > largest ? order[i] : largest;
+        most[g] = sorted[g] = largest;
+    }
+    const uint32_t floor = kth_largest(sorted, groups, k, &ties);
+    for (int64_t g = 0; g < groups; g++)
+        for (int64_t i = g * size; most[g] >= floor && i < ekv_min64(n, (g + 1) * size); i++)
+            if (order[i] >= floor) order[left++] = order[i];
+    return left;
+}
+
 static void select_topk(const ekv_step *step, ekv_row *row) {
     const int64_t budget = ekv_max64(1, step->p.budget / step->kv.page_size + (step->p.budget % step->kv.page_size != 0));
-    int64_t k = ekv_min64(budget, row->pages), ties;
-    for (int64_t page = 0; page < row->pages; page++) {
-        row->selected[page] |= row->bound[page] == INFINITY; /* a key that is not finite: always read */
-        k -= row->selected[page];
+    const int32_t pages = row->pages;
+    uint8_t *restrict selected = row->selected;
+    uint32_t *restrict order = row->order;
+    const float *restrict bound = row->bound;
+    int64_t k = ekv_min64(budget, pages), ties;
+    int32_t forced = 0;
+    for (int32_t page = 0; page < pages; page++) {
+        selected[page] |= bound[page] == INFINITY; /* a key that is not finite: always read */
+        forced += selected[page];
     }
+    k -= forced;
     if (k <= 0) return;
-    const uint32_t cut = kth_largest(row, k, &ties);
-    for (int64_t page = 0; page < row->pages; page++) {
-        const uint32_t order = order_of(row->bound[page]);
-        if (row->selected[page] || order < cut || (order == cut && ties-- <= 0)) continue;
-        row->selected[page] = 1;
+    for (int32_t page = 0; page < pages; page++) order[page] = selected[page] ? 0 : order_of(bound[page]);
+    const uint32_t cut = kth_largest(order, narrow(order, pages, k), k, &ties);
+    for (int32_t page = 0; page < pages && ties > 0; page++) { /* ties go to the lower pages */
+        if (selected[page] || order_of(bound[page]) != cut) continue;
+        selected[page] = 1;
+        ties--;
     }
+    for (int32_t page = 0; page < pages; page++) selected[page] |= order_of(bound[page]) > cut;
 }
 
 /* ---- gaussian ---- */
@@ -246,19 +270,25 @@ static double estimate_tau(const ekv_step *step, mixture *m, double beta) {
     return tau;
 }
 
+/* Sums run in eight parts side by side, page p in part p % 8: one alone would wait for each addition. */
+static double sum8(const double *sum) { return ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7])); }
+
 /* Mean and variance of all scores: the pages' variances plus the variance of their means. */
 static void global_normal(const ekv_row *row, double *mean, double *deviation) {
-    double total = 0.0, sum = 0.0, spread = 0.0;
-    for (int32_t p = 0; p < row->pages; p++) {
-        total += (double)row->count[p];
-        sum += (double)row->count[p] * (double)row->mean[p];
-    }
-    *mean = sum / total;
-    for (int32_t p = 0; p < row->pages; p++) {
-        const double c = (double)row->mean[p] - *mean, s = (double)row->deviation[p];
-        spread += (double)row->count[p] * (s * s + c * c);
-    }
-    *deviation = sqrt(spread / total);
+    double total[8] = {0.0}, sum[8] = {0.0}, spread[8] = {0.0};
+    for (int32_t p = 0; p < row->pages; p += 8)
+        for (int32_t j = 0; j < 8 && p + j < row->pages; j++) {
+            total[j] += (double)row->count[p + j];
+            sum[j] += (double)row->count[p + j] * (double)row->mean[p + j];
+        }
+    const double center = sum8(sum) / sum8(total);
+    for (int32_t p = 0; p < row->pages; p += 8)
+        for (int32_t j = 0; j < 8 && p + j < row->pages; j++) {
+            const double c = (double)row->mean[p + j] - center, s = (double)row->deviation[p + j];
+            spread[j] += (double)row->count[p + j] * (s * s + c * c);
+        }
+    *mean = center;
+    *deviation = sqrt(sum8(spread) / sum8(total));
 }
 
 static bool all_finite(const ekv_row *row) {
@@ -269,9 +299,11 @@ static bool all_finite(const ekv_row *row) {
 
 /* How far below tau^ a page may stay. */
 static double margin_below(const ekv_step *step, const ekv_row *row, double tau, double deviation) {
-    double typical = 0.0;
-    for (int32_t p = 0; p + 1 < row->pages; p++) typical += (double)row->mean[p] + 1.5 * (double)row->deviation[p];
-    const double above = row->pages > 1 ? tau - typical / (row->pages - 1) : 0.0;
+    double typical[8] = {0.0};
+    const int32_t pages = row->pages - 1;
+    for (int32_t p = 0; p < pages; p += 8)
+        for (int32_t j = 0; j < 8 && p + j < pages; j++) typical[j] += (double)row->mean[p + j] + 1.5 * (double)row->deviation[p + j];
+    const double above = pages > 0 ? tau - sum8(typical) / pages : 0.0;
     const double a = step->p.margin_sigma * deviation, b = step->p.margin_fraction * (above > 0.0 ? above : 0.0);
     return a > b ? a : b;
 }
@@ -281,7 +313,8 @@ static void select_gaussian(const ekv_step *step, ekv_row *row) {
         memset(row->selected, 1, (size_t)row->pages);
         return;
     }
-    for (int32_t p = 0; p < row->pages; p++) row->count[p] = (float)ekv_page_tokens(step, row->n, p);
+    for (int32_t p = 0; p < row->pages; p++) row->count[p] = (float)step->kv.page_size;
+    row->count[row->pages - 1] = (float)ekv_page_tokens(step, row->n, row->pages - 1);
     double mean, deviation;
     global_normal(row, &mean, &deviation);
     float one_mean = (float)mean, one_deviation = (float)deviation, one_count = (float)row->n;
@@ -310,16 +343,48 @@ static void select_mask(const ekv_step *step, ekv_row *row) {
     for (int32_t p = 0; p < row->pages; p++) row->selected[p] = mask[p] != 0;
 }
 
+/* Pages [begin, end) that the row reads. */
+static int32_t count_selected(const ekv_row *row, int32_t begin, int32_t end) {
+    int32_t count = 0;
+    if (!row->selected) return end - begin;
+    for (int32_t p = begin; p < end; p++) count += row->selected[p];
+    return count;
+}
+
+/* Pages [begin, end) that some row of the item reads; all rows see them. */
+static int32_t count_union(const ekv_item *item, int32_t begin, int32_t end) {
+    enum { PAGES = 512 };
+    int32_t count = 0;
+    for (int32_t at = begin; at < end; at += PAGES) {
+        const int32_t n = end - at < PAGES ? end - at : PAGES;
+        uint8_t any[PAGES] = {0};
+        for (int32_t r = 0; r < item->rows; r++) {
+            const uint8_t *selected = item->row[r].selected;
+            for (int32_t i = 0; i < n; i++) any[i] |= selected ? selected[at + i] : 1;
+        }
+        for (int32_t i = 0; i < n; i++) count += any[i];
+    }
+    return count;
+}
+
 static void count_reads(const ekv_step *step, ekv_item *item) {
+    const int32_t page_size = step->kv.page_size;
+    int32_t whole = item->pages; /* pages that all rows see whole */
     for (int32_t r = 0; r < item->rows; r++) {
         ekv_row *row = &item->row[r];
-        for (int32_t p = 0; p < row->pages; p++) {
-            if (row->selected && !row->selected[p]) continue;
-            row->read_pages++;
-            row->read_tokens += ekv_page_tokens(step, row->n, p);
+        if (row->pages == 0) {
+            whole = 0;
+            continue;
         }
+        const int32_t last = row->pages - 1;
+        row->read_pages = count_selected(row, 0, row->pages);
+        row->read_tokens = row->read_pages * page_size;
+        if (!row->selected || row->selected[last]) row->read_tokens -= page_size - ekv_page_tokens(step, row->n, last);
+        whole = last < whole ? last : whole;
     }
-    for (int32_t p = 0; p < item->pages; p++) { /* the union; its tokens are those of the row that sees most of the page */
+    item->read_pages = count_union(item, 0, whole);
+    item->read_tokens = item->read_pages * page_size;
+    for (int32_t p = whole; p < item->pages; p++) { /* tokens of the row that sees most of the page */
         int32_t most = 0;
         for (int32_t r = 0; r < item->rows; r++) {
             const ekv_row *row = &item->row[r];
@@ -338,11 +403,11 @@ void ekv_statistics(const ekv_step *step, ekv_item *item, int32_t span) {
     for (int32_t r = 0; r < item->rows; r++) {
         if (step->bounds) ekv_page_bounds_of(step, item, &item->row[r], page, end);
         if (step->moments) ekv_page_moments_of(step, item, &item->row[r], page, end);
-        if (step->certified) ekv_certify_bounds(step, item, &item->row[r], page, end);
     }
+    if (step->certified) ekv_certify_bounds(step, item, page, end);
 }
 
-void ekv_select_row(const ekv_step *step, const ekv_item *item, ekv_row *row) {
+void ekv_select_row(const ekv_step *step, ekv_item *item, ekv_row *row) {
     if (!step->sparse || row->pages == 0) return;
     if (step->p.policy == EKV_POLICY_PAGES) {
         select_mask(step, row);

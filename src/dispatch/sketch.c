@@ -27,9 +27,9 @@
 
 /* ---- memory ---- */
 
-/* Codes per key: 24 for 64 dimensions, 1.5 bits per element. */
+/* Codes per key: 20 for 64 dimensions, 1.25 bits per element. */
 static int32_t codes_for(int32_t dim) {
-    const int32_t codes = (24 * dim / 64 + 1) / 2 * 2;
+    const int32_t codes = (20 * dim / 64 + 1) / 2 * 2;
     return codes < 8 ? 8 : codes > EKV_SKETCH_CODES ? EKV_SKETCH_CODES : codes;
 }
 

@@ -3,14 +3,20 @@
  *
  * An item is one KV head of one sequence with up to EKV_ITEM_ROWS rows (query token, query head of the group): what shares reads.
  * Its stages, each a loop of independent tasks:
- *      prepare   per item          queries to float
- *      statistics per item, span   bounds or moments of pages, for the policies that use them
- *      select    per row; per item page selection; what it reads
- *      scan      per item, span    scores; candidate lists (entmax) or running sums (softmax)
- *      finish    per row           tau, support, weights, E
- *      values    per item, span    weighted sums of the support's values
- *      output    per item          adds the spans, writes output and report
- * (policy certified: certified.c has more stages.)
+ *      prepare     items   queries to float
+ *      statistics  spans   bounds or moments of pages; norms for policy certified (policies that use them)
+ *      select_row  rows    which pages a row reads (policies that select)
+ *      select_item items   what the item reads; policy certified: its first reads and decisions
+ *      scan        spans   scores; candidate lists (entmax) or running sums (softmax)
+ *      finish      rows    tau, support, weights, E
+ *      values      spans   weighted sums of the support's values
+ *      output      items   adds the spans, writes output and report
+ * In place of scan, policy certified has, where they pay (certified.c):
+ *      boxes       spans   bounds from page boxes
+ *      settle      items   what they left
+ *      sketch      spans   a bound for each token
+ *      raise       rows    tau from what was read, and what the next round reads   } EKV_CERTIFY_ROUNDS times
+ *      round       spans   reads it                                                }
  * A span is EKV_SPAN tokens, fixed, so that partial sums do not depend on the number of threads.  With many items a task runs all
  * stages of one item; with few, each stage is a loop over all items and spans.  The results are the same bits.
  */
@@ -89,7 +95,7 @@ typedef struct ekv_row {
 /* One row and span: between scan and output. */
 typedef struct ekv_part {
     int32_t count;    /* candidates in the span's list */
-    int32_t looked;   /* certified, row 0: sketch groups that were looked up */
+    int32_t looked, boxed; /* certified, row 0: sketch groups and boxes that were read */
     float z_max;
     double sum;       /* softmax: sum of exp(z - z_max); certified: mass that was skipped */
     bool used;        /* `values` has been added to */
@@ -106,7 +112,9 @@ typedef struct ekv_item {
     uint64_t *seen;           /* [n / 64 + 1] union of supports, for the report's bytes */
     uint64_t *read;           /* certified: [n / 64 + 1] a bit for each token whose key was read */
     uint8_t *needed;          /* certified: [pages] what norms and boxes left */
-    bool use_sketch;
+    int32_t needed_pages;     /* how many */
+    bool use_boxes, use_sketch;
+    int32_t round;            /* certified: rounds that were read */
     int64_t bytes_statistics, bytes_sketch, bytes_sampled, read_tokens, read_pages;
 } ekv_item;
 
@@ -119,32 +127,36 @@ static inline int32_t ekv_page_tokens(const ekv_step *step, int32_t n, int64_t p
     return (int32_t)ekv_min64(step->kv.page_size, n - page * step->kv.page_size);
 }
 
+typedef void ekv_on_item(const ekv_step *step, ekv_item *item);
+typedef void ekv_on_span(const ekv_step *step, ekv_item *item, int32_t span);
+typedef void ekv_on_row(const ekv_step *step, ekv_item *item, ekv_row *row);
+
 /* select.c */
 void ekv_page_bounds_of(const ekv_step *step, const ekv_item *item, ekv_row *row, int64_t page, int64_t end);
 void ekv_page_moments_of(const ekv_step *step, const ekv_item *item, ekv_row *row, int64_t page, int64_t end);
-void ekv_statistics(const ekv_step *step, ekv_item *item, int32_t span);
-void ekv_select_row(const ekv_step *step, const ekv_item *item, ekv_row *row);
-void ekv_select_item(const ekv_step *step, ekv_item *item);
-#define EKV_PAGE_BATCH 128 /* pages in one call of the bound and moments kernels */
+ekv_on_span ekv_statistics;
+ekv_on_row ekv_select_row;
+ekv_on_item ekv_select_item;
+#define EKV_PAGE_BATCH 256 /* pages in one call of the bound and moments kernels */
 /* From the boxes of n <= EKV_PAGE_BATCH pages, all of which the row sees. */
 void ekv_page_bounds_at(const ekv_step *step, const ekv_item *item, const ekv_row *row, const int32_t *page, int n, float *bound);
 /* The quantile function of the standard normal distribution, 0 < p < 1. */
 double ekv_normal_quantile(double p);
 
 /* attend.c */
-void ekv_scan(const ekv_step *step, ekv_item *item, int32_t span);
-void ekv_finish(const ekv_step *step, ekv_item *item, ekv_row *row);
-void ekv_values(const ekv_step *step, ekv_item *item, int32_t span);
-void ekv_output(const ekv_step *step, ekv_item *item);
+ekv_on_span ekv_scan;
+ekv_on_row ekv_finish;
+ekv_on_span ekv_values;
+ekv_on_item ekv_output;
 
 /* certified.c */
-void ekv_certify_bounds(const ekv_step *step, const ekv_item *item, ekv_row *row, int64_t page, int64_t end);
-void ekv_certify_begin(const ekv_step *step, ekv_item *item);
-void ekv_certify_sketch(const ekv_step *step, ekv_item *item, int32_t span);
 #define EKV_CERTIFY_ROUNDS 3
 #define EKV_CERTIFY_SPARE 512 /* floats behind row->weight, see `spare` */
-void ekv_certify_raise(const ekv_step *step, ekv_item *item, ekv_row *row, int round);
-void ekv_certify_round(const ekv_step *step, ekv_item *item, int32_t span, int round);
+/* The bounds from the norms of pages [page, end), for all rows. */
+void ekv_certify_bounds(const ekv_step *step, ekv_item *item, int64_t page, int64_t end);
+ekv_on_item ekv_certify_begin, ekv_certify_settle;
+ekv_on_span ekv_certify_boxes, ekv_certify_sketch, ekv_certify_round;
+ekv_on_row ekv_certify_raise;
 /* For tests: the tables of all rows; the sums of all sketched tokens from them; whether the policy rules a token out at a cut. */
 void ekv_certify_tables(const ekv_step *step, ekv_item *item);
 void ekv_certify_sums(const ekv_step *step, ekv_item *item);

@@ -225,7 +225,7 @@ __device__ __forceinline__ void fetch_words(const ekv_cuda_step &s, const item_i
 
 /* ROWS rows of an item, `set` of them before; a block takes sketch_pages of its pages.  A lane has two neighbouring tokens. */
 template <int ROWS, int UNITS>
-__global__ void __launch_bounds__(THREADS, (UNITS > 13 || ROWS == 4 ? 3 : 4)) sketch_bounds(const ekv_cuda_step s) {
+__global__ void __launch_bounds__(THREADS, (UNITS > 11 || ROWS == 4 ? 3 : 4)) sketch_bounds(const ekv_cuda_step s) {
     __shared__ __align__(16) float s_entry[UNITS * 4 * 16 * ROWS];
     __shared__ float s_start[ROWS][EKV_CUDA_STRETCHES + 1];
     __shared__ row_info s_row[ROWS];
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(THREADS, (UNITS > 13 || ROWS == 4 ? 3 : 4)) sk
             for (int r = 0; r < rows; r++) s_best[r][at] = order_of(-CUDART_INF_F);
         }
         __syncthreads();
-        constexpr bool AHEAD = UNITS <= 13 && ROWS <= 2; /* registers are left for the words of the next groups */
+        constexpr bool AHEAD = UNITS <= 11 && ROWS <= 2; /* registers are left for the words of the next groups */
         const int groups = pages << shift;
         uint32_t word[UNITS], next[AHEAD ? UNITS : 1];
         if (AHEAD) fetch_words<UNITS>(s, it, s_block, warp * 4 + lane / 8, groups, shift, word);
@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(THREADS, (UNITS > 13 || ROWS == 4 ? 3 : 4)) sk
             }
 #pragma unroll
             for (int u = 0; u < UNITS; u++) {
-                if (UNITS > 13 && u >= s.units) break; /* the words behind the last are 0, and so are their entries */
+                if (UNITS > 11 && u >= s.units) break; /* the words behind the last are 0, and so are their entries */
                 /* Bytes that are the offsets of entries: of numbers 0 and 2 of both tokens, then of 1 and 3. */
                 constexpr int UP = ROWS == 1 ? 2 : ROWS == 2 ? 3 : 4;
                 constexpr uint32_t MASK = 0x0f0f0f0fu << UP;
@@ -352,8 +352,8 @@ __global__ void __launch_bounds__(THREADS, (UNITS > 13 || ROWS == 4 ? 3 : 4)) sk
 
 template <int ROWS> cudaError_t start_bounds(const ekv_cuda_step &s, void *stream) {
     const long long blocks = s.round_items * s.sketch_chunks * ((s.rows + ROWS - 1) / ROWS);
-    return start(s.units <= 7    ? sketch_bounds<ROWS, 7>
-                 : s.units <= 13 ? sketch_bounds<ROWS, 13>
+    return start(s.units <= 6    ? sketch_bounds<ROWS, 6> /* 64 dimensions */
+                 : s.units <= 11 ? sketch_bounds<ROWS, 11> /* 128 */
                                  : sketch_bounds<ROWS, EKV_CUDA_UNITS>,
                  s, blocks, THREADS, stream);
 }

@@ -83,9 +83,9 @@
  *             The scratch memory of a step has a ceiling of 2 GiB, past which the step runs in rounds.
  *   Limits    page_size 8, 16, ..., 256.  Fast for rows of keys and values that are aligned to 16 bytes with dimensions that
  *             are multiples of 8 and k_dim <= 256; correct for all others.
- *   Sketch    A basis is loaded, or found by ekv_index_find_basis, which here takes the sequence's first 2,048 tokens; both wait for the
- *             device.  From then on update and append sketch keys on the device; `recent` of ekv_index_sketch_fit stays as it was then.  A step
- *             certifies by sketches or by boxes: where there is a basis and NORMS, boxes are not looked at.
+ *   Sketch    A basis is loaded, or found by ekv_index_find_basis, which here takes the sequence's first 2,048 tokens; both wait for
+ *             the device.  From then on update and append sketch keys on the device; `recent` of ekv_index_sketch_fit stays as it
+ *             was then.  A step certifies by sketches or by boxes: where there is a basis and NORMS, boxes are not looked at.
  *   Not there the managed cache: EKV_ERROR_UNSUPPORTED.  ekv_entmax works on host memory, on the CPU.
  *   Bits      The same call gives the same bits every time.  Entmax outputs depend on the support alone, not on the policy or
  *             on what max_length says; results differ from the CPU's within rounding.

@@ -83,7 +83,10 @@
  *             The scratch memory of a step has a ceiling of 2 GiB, past which the step runs in rounds.
  *   Limits    page_size 8, 16, ..., 256.  Fast for rows of keys and values that are aligned to 16 bytes with dimensions that
  *             are multiples of 8 and k_dim <= 256; correct for all others.
- *   Not there the managed cache, policy certified, SKETCH statistics: EKV_ERROR_UNSUPPORTED.  ekv_entmax works on host memory, on the CPU.
+ *   Sketch    A basis is loaded, or found by ekv_index_find_basis, which here takes the sequence's first 2,048 tokens; both wait for
+ *             the device.  From then on update and append sketch keys on the device; `recent` of ekv_index_sketch_fit stays as it
+ *             was then.  A step certifies by sketches or by boxes: where there is a basis and NORMS, boxes are not looked at.
+ *   Not there the managed cache: EKV_ERROR_UNSUPPORTED.  ekv_entmax works on host memory, on the CPU.
  *   Bits      The same call gives the same bits every time.  Entmax outputs depend on the support alone, not on the policy or
  *             on what max_length says; results differ from the CPU's within rounding.
  */
@@ -149,10 +152,10 @@ typedef enum ekv_gaussian_model {
 } ekv_gaussian_model;
 
 /* Page statistics, a set of flags.  Memory per page and KV head, with D = k_dim and e the bytes of an element:
- * BOX 2*D*e; GAUSSIAN 2*D*2 for f16 keys, else 2*D*4; NORMS 8; SKETCH page_size * (3*D/16 + 2), and per KV head once a basis of at
+ * BOX 2*D*e; GAUSSIAN 2*D*2 for f16 keys, else 2*D*4; NORMS 8; SKETCH page_size * (3*D/16 + 2 or 3), and per KV head once a basis of at
  * most 640*D + 36,000 bytes, of which a step reads at most 128*D + 8,000, and one center of 4*D bytes for every 1,024 tokens.  The
  * basis is found from 2,048 tokens, evenly spread over the first sequence that has so many, or loaded (ekv_index_load_basis); until
- * there is one nothing is sketched. */
+ * there is one nothing is sketched.  (Backend cuda: it is loaded, or found when ekv_index_find_basis is called.) */
 enum ekv_statistics {
     EKV_STATISTICS_BOX = 1,      /* per-dimension minimum and maximum: bounds for topk and for E */
     EKV_STATISTICS_GAUSSIAN = 2, /* per-dimension mean and standard deviation */
@@ -356,7 +359,8 @@ EKV_API ekv_status ekv_index_invalidate(ekv_context *context, ekv_index *index, 
  *   ekv_index_save_basis    `bytes` must be that size; EKV_ERROR_INVALID_ARGUMENT while the index has no basis
  *   ekv_index_load_basis    before the first token: EKV_ERROR_INVALID_ARGUMENT while the index knows any page.  A basis that it has
  *                           already is replaced.  From then on tokens are sketched from the first one.
- *   ekv_index_find_basis    finds the basis anew from 2,048 tokens, evenly spread over a sequence of `length` >= 2,048 tokens, and
+ *   ekv_index_find_basis    finds the basis anew from 2,048 tokens, evenly spread over a sequence of `length` >= 2,048 tokens (backend
+ *                           cuda: its first), and
  *                           sketches this sequence with it.  All other pages count as not sketched until their next update.  On any
  *                           error the old basis stays.  Reads the sequence's keys twice.
  * Threads: loading and finding as ekv_index_update, saving as ekv_decode. */

@@ -344,6 +344,40 @@ __device__ __forceinline__ float threshold_of(float floor) {
     return below < floor ? below : nextafterf(floor, -CUDART_INF_F);
 }
 
+/* Raises the lower bound by Newton steps on the norm (sum t^m)^(1/m) = 1, m a whole number >= beta, from the left: the iterates
+ * never pass the root, which lies below tau (src/cpu/entmax.h, tau_lower).  By one warp, on tokens that are all different. */
+__device__ __forceinline__ float raise_floor(const float *list_z, int count, float z_max, float floor, int power,
+                                             int steps = 5) {
+    if (power > 64 || !(z_max > -CUDART_INF_F)) return floor;
+    const int lane = threadIdx.x & 31;
+    float tau = fmaxf(-1.0f, __fsub_rd(floor, z_max));
+    for (int step = 0; step < steps; step++) {
+        float s0 = 0.0f, s1 = 0.0f;
+        for (int i = lane; i < count; i += 32) {
+            const float z = list_z[i], t = z <= z_max ? fmaxf(z - z_max - tau, 0.0f) : 0.0f;
+            float u = 1.0f; /* t^(power - 1) */
+            if (power == 2) {
+                u = t;
+            } else {
+                float x = t;
+                for (int k = power - 1; k > 0; k >>= 1, x *= x)
+                    if (k & 1) u *= x;
+            }
+            s0 += u * t;
+            s1 += power == 1 ? (t > 0.0f ? 1.0f : 0.0f) : u;
+        }
+        s0 = warp_sum(s0);
+        s1 = warp_sum(s1);
+        if (!(s0 > 1.0f)) break;
+        const float target = power == 1 ? 1.0f : power == 2 ? sqrtf(s0) : powf(s0, 1.0f - 1.0f / (float)power);
+        const float delta = (s0 - target) / s1;
+        if (!(delta > 0.0f)) break;
+        tau = fminf(tau + delta, 0.0f);
+        if (delta < 1e-4f) break;
+    }
+    return fmaxf(floor, __fadd_rd(z_max, tau));
+}
+
 /* ---- summaries of pages ---- */
 
 /* Sums up the 32 pages from p0 for one row: ekv_cuda_group.  By one warp. */
@@ -378,24 +412,25 @@ __device__ __forceinline__ void summarize(const ekv_cuda_step &s, const row_info
 /* Whether the boxes of the pages that norms leave are worth their bytes: what the rows' samples say together. */
 __device__ __forceinline__ bool boxes_pay(const ekv_cuda_step &s, long long local_item) {
     constexpr float PAYS = 1.25f; /* bytes of keys that must be saved for each byte of a box */
+    if (!(s.levels & EKV_CUDA_BOXES)) return false;
     const float keys = (float)s.page_size * (float)s.k_dim * (s.dtype == EKV_F32 ? 4.0f : 2.0f);
     float share = 0.0f;
     for (int r = 0; r < s.rows; r++) share += s.cut[local_item * s.rows + r].share;
     return keys * (1.0f - share) > PAYS * (float)s.box_bytes;
 }
 
-/* ---- the list of pages that an item reads ---- */
+/* ---- the list of pages, or tokens, that an item reads ---- */
 
 struct page_entry {
     int page, block; /* block -1: outside of the pool */
     uint32_t mask;
 };
 
-/* prefix[c]: pages in the chunks before c; prefix[chunks] is their number.  All threads of the block call this; it ends in a
+/* prefix[c]: entries in the chunks before c; prefix[chunks] is their number.  All threads of the block call this; it ends in a
  * barrier. */
 __device__ __forceinline__ int load_chunk_prefix(const ekv_cuda_step &s, const item_info &it, long long local_item,
                                                  int *prefix) {
-    if (!s.read_page) return it.pages;
+    if (!s.read_entry) return it.pages;
     for (int c = threadIdx.x; c < s.chunks; c += blockDim.x) prefix[c + 1] = s.read_count[local_item * s.chunks + c];
     __syncthreads();
     if (threadIdx.x < 32) {
@@ -416,21 +451,27 @@ __device__ __forceinline__ int load_chunk_prefix(const ekv_cuda_step &s, const i
     return prefix[s.chunks];
 }
 
+/* The last chunk that begins at or before entry e. */
+__device__ __forceinline__ int chunk_of_entry(const ekv_cuda_step &s, const int *prefix, int e) {
+    int low = 0, high = s.chunks - 1;
+    while (low < high) {
+        const int middle = (low + high + 1) >> 1;
+        if (prefix[middle] <= e)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
 __device__ __forceinline__ page_entry fetch_entry(const ekv_cuda_step &s, const item_info &it, long long local_item,
                                                   const int *prefix, int e) {
     page_entry entry = {e, -1, ALL_LANES};
-    if (s.read_page) {
-        int low = 0, high = s.chunks - 1; /* the last chunk that begins at or before e */
-        while (low < high) {
-            const int middle = (low + high + 1) >> 1;
-            if (prefix[middle] <= e)
-                low = middle;
-            else
-                high = middle - 1;
-        }
-        const long long at = (local_item * s.chunks + low) * s.chunk_pages + (e - prefix[low]);
-        entry.page = s.read_page[at];
-        entry.mask = s.read_mask[at];
+    if (s.read_entry) {
+        const int c = chunk_of_entry(s, prefix, e);
+        const long long chunk = local_item * s.chunks + c;
+        entry.page = s.read_entry[chunk * s.read_stride + (e - prefix[c])];
+        entry.mask = s.read_mask[chunk * s.chunk_pages + (e - prefix[c])];
     }
     entry.block = block_of(s, it, entry.page);
     return entry;

@@ -41,14 +41,21 @@ ekv_status ekv_cuda_decode(ekv_context *context, const ekv_step *step);
 ekv_status ekv_cuda_query(ekv_context *context, const ekv_step *step, ekv_cuda_query_kind kind, void *a, void *b,
                           int64_t stride);
 
+/* For tests: what the sketch says about every token of a step whose bounds all lie above `origin`, [slots][pages][page_size] f16, how far
+ * above (see step.h).  Waits for the device. */
+ekv_status ekv_cuda_token_bounds(ekv_context *context, const ekv_step *step, double origin, uint16_t *above, size_t bytes);
+
 /* Device memory of an index (waits for the device): allocate unless it is the caller's, forget all pages; release. */
 ekv_status ekv_cuda_index_create(ekv_context *context, void **memory, size_t bytes, bool owned, size_t counts_at,
                                  size_t counts_bytes);
 int ekv_cuda_device(const ekv_context *context);
-/* Device memory, and copies between any two memories; both wait for the device. */
+/* Device memory, copies between any two memories, and filling it with a byte; all wait for the device. */
 ekv_status ekv_cuda_allocate(ekv_context *context, size_t bytes, void **memory);
 void ekv_cuda_release(int device, void *memory); /* NULL is allowed */
 ekv_status ekv_cuda_copy(ekv_context *context, void *to, const void *from, size_t bytes);
+ekv_status ekv_cuda_copy_rows(ekv_context *context, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                              size_t rows);
+ekv_status ekv_cuda_fill(ekv_context *context, void *to, int value, size_t bytes);
 /* Statistics of the pages that hold the last count tokens of each sequence.  counts_start [batch + 1] as q_start, or NULL:
  * max_count each.  lengths NULL: one sequence, tokens [first, first + max_count) of `length`. */
 typedef struct ekv_cuda_pages {
@@ -110,6 +117,15 @@ static inline ekv_status ekv_cuda_allocate(ekv_context *context, size_t bytes, v
 static inline void ekv_cuda_release(int device, void *memory) { (void)device, (void)memory; }
 static inline ekv_status ekv_cuda_copy(ekv_context *context, void *to, const void *from, size_t bytes) {
     (void)to, (void)from, (void)bytes;
+    return EKV_NO_CUDA(context);
+}
+static inline ekv_status ekv_cuda_copy_rows(ekv_context *context, void *to, size_t to_pitch, const void *from, size_t from_pitch,
+                                            size_t width, size_t rows) {
+    (void)to, (void)to_pitch, (void)from, (void)from_pitch, (void)width, (void)rows;
+    return EKV_NO_CUDA(context);
+}
+static inline ekv_status ekv_cuda_fill(ekv_context *context, void *to, int value, size_t bytes) {
+    (void)to, (void)value, (void)bytes;
     return EKV_NO_CUDA(context);
 }
 typedef struct ekv_cuda_pages {

@@ -10,6 +10,7 @@
  * SPDX-License-Identifier: Apache-2.0
  */
 #include "cuda/common.cuh"
+#include "cuda/sketch.cuh"
 
 namespace {
 
@@ -642,18 +643,18 @@ __global__ void __launch_bounds__(FINISH_THREADS) combine_softmax(const ekv_cuda
 
 /* Whether a row reads a page, from the compacted list.  Linear in nothing: the list is in page order within its chunk. */
 __device__ __forceinline__ bool reads(const ekv_cuda_step &s, long long local_item, int r, int page) {
-    if (!s.read_page) return true;
-    const long long chunk = page / s.chunk_pages, at = (local_item * s.chunks + chunk) * s.chunk_pages;
-    int low = 0, high = s.read_count[local_item * s.chunks + chunk];
+    if (!s.read_entry) return true;
+    const long long chunk = local_item * s.chunks + page / s.chunk_pages;
+    const int32_t *read_page = s.read_entry + chunk * s.read_stride;
+    int low = 0, high = s.read_count[chunk];
     while (low < high) {
         const int middle = (low + high) >> 1;
-        if (s.read_page[at + middle] < page)
+        if (read_page[middle] < page)
             low = middle + 1;
         else
             high = middle;
     }
-    return low < s.read_count[local_item * s.chunks + chunk] && s.read_page[at + low] == page &&
-           (s.read_mask[at + low] >> r & 1u);
+    return low < s.read_count[chunk] && read_page[low] == page && (s.read_mask[chunk * s.chunk_pages + low] >> r & 1u);
 }
 
 /* The largest norm of a value among the first n tokens; infinity if a page is unknown. */
@@ -787,19 +788,19 @@ __global__ void __launch_bounds__(MASS_THREADS) write_report(const ekv_cuda_step
         }
     }
     union_support = s_reduce.sum_u64(union_support, turn);
-    if (s.read_page) {
+    if (s.read_entry) {
         union_tokens = union_pages = 0;
         for (int c = threadIdx.x; c < s.chunks; c += MASS_THREADS) {
-            union_pages += s.read_count[local_item * s.chunks + c];
+            union_pages += s.read_pages[local_item * s.chunks + c];
             union_tokens += s.read_tokens[local_item * s.chunks + c];
         }
         union_pages = s_reduce.sum_u64(union_pages, turn);
         union_tokens = s_reduce.sum_u64(union_tokens, turn);
     }
-    unsigned long long boxes_read = 0;
+    unsigned long long looked = 0;
     double norm = 0.0; /* certified with max_mass: the largest value norm */
-    for (int c = threadIdx.x; s.levels && c < s.chunks; c += MASS_THREADS) boxes_read += s.boxes_read[local_item * s.chunks + c];
-    boxes_read = s_reduce.sum_u64(boxes_read, turn);
+    for (int c = threadIdx.x; s.levels && c < s.chunks; c += MASS_THREADS) looked += s.looked[local_item * s.chunks + c];
+    looked = s_reduce.sum_u64(looked, turn);
     if (s.levels && s.max_mass > 0.0 && s.norms) norm = largest_value_norm(s, it, it.n, &s_reduce, turn);
     long long probed = 0, sampled = 0;
     for (int r = 0; s.levels && r < it.rows; r++) {
@@ -810,7 +811,7 @@ __global__ void __launch_bounds__(MASS_THREADS) write_report(const ekv_cuda_step
         const row_info row = describe_row(s, it, r);
         const long long slot = local_item * s.rows + r;
         unsigned long long pages = (row.n + s.page_size - 1) >> s.page_shift, tokens = row.n;
-        if (s.read_page) {
+        if (s.read_entry) {
             pages = tokens = 0;
             for (int c = threadIdx.x; c < s.chunks; c += MASS_THREADS) {
                 pages += s.row_pages[slot * s.chunks + c];
@@ -845,8 +846,14 @@ __global__ void __launch_bounds__(MASS_THREADS) write_report(const ekv_cuda_step
             out.bytes_statistics = boxes * s.box_bytes + (s.policy == EKV_POLICY_GAUSSIAN ? it.pages * s.moments_bytes : 0) +
                                    (s.report_mass && s.norms && boxes > 0 ? it.pages * 8 : 0);
             if (s.levels)
-                out.bytes_statistics =
-                    (s.levels & EKV_CUDA_NORMS ? it.pages * 8 : 0) + ((long long)boxes_read + sampled) * s.box_bytes;
+                out.bytes_statistics = (s.levels & EKV_CUDA_NORMS ? it.pages * 8 : 0) +
+                                       (s.levels & EKV_CUDA_BOXES ? ((long long)looked + sampled) * s.box_bytes : 0);
+            if (s.levels & EKV_CUDA_SKETCH && it.n > 0) {
+                const long long stretches = (it.pages + s.stretch - 1) / s.stretch;
+                const long long tokens_looked_at = looked > 0 ? (long long)looked * GROUP : sampled;
+                out.bytes_sketch = basis_bytes(s.bases[it.head]) + tokens_looked_at * 2 * s.units +
+                                   (looked > 0 ? stretches : min(stretches, (long long)SAMPLED_PAGES)) * s.k_dim * 4;
+            }
             out.bytes_keys = ((int64_t)union_tokens + probed) * s.k_dim * element;
             out.bytes_values = (int64_t)(any_softmax ? union_tokens : union_support) * s.v_dim * element;
             out.bytes_dense = (int64_t)it.n * (s.k_dim + s.v_dim) * element;

@@ -5,10 +5,11 @@
  *
  * Launches of a step, in order, each depending on the one before (docs/gpu.md says why there are that many):
  *      heads     only with per-head alpha, scale or slopes: their values travel in the launch
- *      norms, probe, pages, probe   certified: bounds by norms, then by the boxes of what is left; after each a lower bound of tau
+ *      norms, probe, pages or sketch, probe   certified: bounds by norms, then of what is left by boxes, or by sketches where there is
+ *                a basis; after each a lower bound of tau
  *      pages     topk: box bounds; gaussian: moments, of every page
  *      cut       topk, gaussian: the threshold of each row
- *      compact   sparse policies: the pages that some row of an item reads
+ *      compact   sparse policies: the pages, or tokens, that some row of an item reads
  *      scan      the one pass over keys (entmax), or over keys and values (softmax)
  *      finish    tau, support, and values of small supports (entmax); combine (softmax)
  *      values    values of large supports
@@ -198,16 +199,19 @@ static void lay_out(ekv_cuda_step *s, const cut *u, const ekv_step *step, ekv_ar
     s->page_b = ekv_take(arena, stats ? slots * pages : 0, sizeof(float));
     s->group_of_pages = ekv_take(arena, stats ? slots * (size_t)s->groups : 0, sizeof *s->group_of_pages);
     s->cut = ekv_take(arena, slots, sizeof *s->cut);
-    s->boxes_read = ekv_take(arena, s->levels ? items * (size_t)s->chunks : 0, sizeof(int32_t));
-    const size_t reads = u->sparse ? items * (size_t)s->chunks : 0;
-    s->read_page = ekv_take(arena, reads * (size_t)s->chunk_pages, sizeof(int32_t));
+    s->looked = ekv_take(arena, s->levels ? items * (size_t)s->chunks : 0, sizeof(int32_t));
+    const size_t reads = u->sparse ? items * (size_t)s->chunks : 0, sketched = s->levels & EKV_CUDA_SKETCH ? slots : 0;
+    s->lookup = ekv_take(arena, sketched, sizeof *s->lookup);
+    s->above = ekv_take(arena, sketched * pages * (size_t)s->page_size, sizeof *s->above);
+    s->read_entry = ekv_take(arena, reads * (size_t)s->read_stride, sizeof(int32_t));
     s->read_mask = ekv_take(arena, reads * (size_t)s->chunk_pages, sizeof(uint32_t));
     s->read_count = ekv_take(arena, reads, sizeof(int32_t));
+    s->read_pages = ekv_take(arena, reads, sizeof(int32_t));
     s->read_tokens = ekv_take(arena, reads, sizeof(int32_t));
     s->row_pages = ekv_take(arena, reads * (size_t)s->rows, sizeof(int32_t));
     s->row_tokens = ekv_take(arena, reads * (size_t)s->rows, sizeof(int32_t));
     if (!u->heads) s->heads = NULL;
-    if (!u->sparse) s->read_page = NULL;
+    if (!u->sparse) s->read_entry = NULL;
     if (s->policy != EKV_POLICY_TOPK && s->policy != EKV_POLICY_GAUSSIAN && !s->levels) s->cut = NULL;
 }
 
@@ -262,10 +266,18 @@ static void describe(const ekv_context *context, const ekv_step *step, ekv_cuda_
         s->norms = index->shape.statistics & EKV_STATISTICS_NORMS ? index->norms : NULL;
         s->index_blocks = index->shape.blocks;
         s->box_bytes = (int64_t)index->box_bytes, s->moments_bytes = (int64_t)index->moments_bytes;
+        s->sketches = index->sketches, s->bases = index->bases, s->basis_rows = index->rows, s->centers = index->centers;
+        s->sketched = index->sketched, s->stretch_of = index->stretch_of;
+        s->codes = index->codes, s->units = ekv_sketch_units(index->codes), s->sketch_bytes = (int64_t)index->sketch_bytes;
+        if (index->codes) s->stretch = index->stretch, s->stretches = ekv_index_stretches(index);
+        s->center_stride = (int32_t)ekv_padded(kv->k_dim);
     }
+    s->rows = rows_of(step, u);
     if (p->policy == EKV_POLICY_CERTIFIED) { /* without bounds, or for few tokens, that is full */
         const uint32_t have = index && p->max_length > EKV_CUDA_LEAST_TOKENS ? index->shape.statistics : 0;
-        s->levels = (have & EKV_STATISTICS_NORMS ? EKV_CUDA_NORMS : 0) | (have & EKV_STATISTICS_BOX ? EKV_CUDA_BOXES : 0);
+        const bool sketch = have & EKV_STATISTICS_NORMS && have & EKV_STATISTICS_SKETCH && ekv_device_basis(index);
+        s->levels = (have & EKV_STATISTICS_NORMS ? EKV_CUDA_NORMS : 0) |
+                    (sketch ? EKV_CUDA_SKETCH : have & EKV_STATISTICS_BOX ? EKV_CUDA_BOXES : 0);
         s->policy = s->levels ? EKV_POLICY_CERTIFIED : EKV_POLICY_FULL;
         s->max_mass = p->max_mass;
     }
@@ -275,7 +287,6 @@ static void describe(const ekv_context *context, const ekv_step *step, ekv_cuda_
     s->report_mass = p->report && p->report_mass && step->sparse;
     s->certify = p->report && step->bounds;
     /* Items, and blocks enough to fill the device some times over, each with work for its warps. */
-    s->rows = rows_of(step, u);
     s->row_blocks = (int32_t)ekv_ceil_div((int64_t)p->max_queries * step->group, s->rows);
     u->items = (int64_t)p->batch * s->row_blocks * kv->kv_heads;
     /* One wave: as many blocks as are resident at once (typed.cuh).  Measured faster than two or four waves at every length. */
@@ -293,6 +304,13 @@ static void describe(const ekv_context *context, const ekv_step *step, ekv_cuda_
         ekv_max64(ekv_max64(1, u->items * s->max_pages / (8 * processors)), ekv_ceil_div(s->max_pages, EKV_CUDA_MAX_CHUNKS));
     s->chunk_pages = (int32_t)(ekv_ceil_div(per_chunk, 256) * 256);
     s->chunks = (int32_t)ekv_ceil_div(s->max_pages, s->chunk_pages);
+    if (s->levels & EKV_CUDA_SKETCH) {
+        const int64_t batch = EKV_CUDA_SKETCH_PAGES, even = ekv_ceil_div(u->items * s->max_pages, 20 * processors);
+        const int64_t most = ekv_max64(1, EKV_CUDA_STRETCHES * s->stretch / batch);
+        s->sketch_pages = (int32_t)(batch * ekv_min64(most, ekv_max64(1, ekv_ceil_div(even, batch))));
+        s->sketch_chunks = (int32_t)ekv_ceil_div(s->max_pages, s->sketch_pages);
+    }
+    s->read_stride = (int64_t)s->chunk_pages * (s->levels & EKV_CUDA_SKETCH ? s->page_size : 1);
 }
 
 /* How many items make a round, and what that takes. */
@@ -408,15 +426,17 @@ static ekv_status launch_level(ekv_context *context, const ekv_cuda_step *step, 
     ekv_cuda_step s = *step;
     s.pass = level;
     if (level == EKV_CUDA_BOXES) LAUNCH(launch_scan(&s, s.dtype, EKV_CUDA_PAGE_BOUNDS, stream), "page bounds");
+    if (level == EKV_CUDA_SKETCH) LAUNCH(ekv_cuda_launch_sketch(&s, stream), "sketch bounds");
     LAUNCH(launch_scan(&s, s.dtype, EKV_CUDA_PROBE, stream), "probe");
     return EKV_OK;
 }
 
 static ekv_status launch_certified(ekv_context *context, const ekv_cuda_step *s, void *stream) {
     ekv_status status = EKV_OK;
-    LAUNCH(ekv_cuda_launch_norms(s, stream), "norms"); /* zeroes the counts of boxes as well */
+    LAUNCH(ekv_cuda_launch_norms(s, stream), "norms"); /* zeroes the counts of what the next level looks at as well */
     if (s->levels & EKV_CUDA_NORMS) status = launch_level(context, s, EKV_CUDA_NORMS, stream);
     if (status == EKV_OK && s->levels & EKV_CUDA_BOXES) status = launch_level(context, s, EKV_CUDA_BOXES, stream);
+    if (status == EKV_OK && s->levels & EKV_CUDA_SKETCH) status = launch_level(context, s, EKV_CUDA_SKETCH, stream);
     return status;
 }
 
@@ -432,7 +452,7 @@ static ekv_status launch_selection(ekv_context *context, const ekv_cuda_step *s,
 static ekv_status launch_round(ekv_context *context, const ekv_cuda_step *s, const cut *u, void *stream) {
     const ekv_status status = launch_selection(context, s, stream);
     if (status != EKV_OK) return status;
-    if (s->read_page) LAUNCH(ekv_cuda_launch_compact(s, stream), "compact");
+    if (s->read_entry) LAUNCH(ekv_cuda_launch_compact(s, stream), "compact");
     if (u->entmax) {
         LAUNCH(launch_scan(s, s->dtype, EKV_CUDA_SCAN_ENTMAX, stream), "scan");
         LAUNCH(ekv_cuda_launch_finish(s, stream), "finish");
@@ -510,6 +530,35 @@ ekv_status ekv_cuda_query(ekv_context *context, const ekv_step *step, ekv_cuda_q
     return run(context, step, &s, &u);
 }
 
+/* Bounds of all tokens, whether the sketch pays or not: the stages of a step with a cut of the caller's. */
+ekv_status ekv_cuda_token_bounds(ekv_context *context, const ekv_step *step, double origin, uint16_t *above, size_t bytes) {
+    enum { MOST_SLOTS = 64 };
+    ekv_cuda_step s;
+    cut u;
+    ekv_cuda_cut cuts[MOST_SLOTS];
+    make_cut(context, step, &s, &u, 0);
+    const int64_t slots = s.round_items * s.rows;
+    if (!(s.levels & EKV_CUDA_SKETCH) || slots > MOST_SLOTS || u.items != s.round_items ||
+        bytes != (size_t)slots * (size_t)s.max_pages * (size_t)s.page_size * sizeof *above)
+        return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "not a step whose bounds can be looked at");
+    ekv_status status = ekv_cuda_reserve(context, step);
+    if (status != EKV_OK) return status;
+    ekv_arena arena = {state_of(context)->scratch, 0};
+    lay_out(&s, &u, step, &arena);
+    if (u.heads) status = upload_heads(context, step, &s);
+    if (status != EKV_OK) return status;
+    LAUNCH(ekv_cuda_launch_norms(&s, step->p.stream), "norms");
+    s.pass = EKV_CUDA_NORMS;
+    LAUNCH(launch_scan(&s, s.dtype, EKV_CUDA_PROBE, step->p.stream), "probe"); /* makes the tables */
+    for (int64_t i = 0; i < slots; i++) cuts[i] = (ekv_cuda_cut){.cut = origin, .origin = origin};
+    CUDA_TRY(context, cudaStreamSynchronize(step->p.stream), "cudaStreamSynchronize");
+    status = ekv_cuda_copy(context, s.cut, cuts, (size_t)slots * sizeof *cuts);
+    if (status != EKV_OK) return status;
+    LAUNCH(ekv_cuda_launch_sketch(&s, step->p.stream), "sketch bounds");
+    CUDA_TRY(context, cudaStreamSynchronize(step->p.stream), "cudaStreamSynchronize");
+    return ekv_cuda_copy(context, above, s.above, bytes);
+}
+
 /* ---- memory ---- */
 
 ekv_status ekv_cuda_allocate(ekv_context *context, size_t bytes, void **memory) {
@@ -531,6 +580,31 @@ ekv_status ekv_cuda_copy(ekv_context *context, void *to, const void *from, size_
     cudaError_t error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, c->stream);
     if (error == cudaSuccess) error = cudaStreamSynchronize(c->stream);
     if (error != cudaSuccess) status = fail_cuda(context, error, "cudaMemcpy");
+    leave_device(c->device, previous);
+    return status;
+}
+
+ekv_status ekv_cuda_fill(ekv_context *context, void *to, int value, size_t bytes) {
+    ekv_cuda *c = state_of(context);
+    int previous;
+    ekv_status status = enter_device(context, c->device, &previous);
+    if (status != EKV_OK) return status;
+    cudaError_t error = cudaMemsetAsync(to, value, bytes, c->stream);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(c->stream);
+    if (error != cudaSuccess) status = fail_cuda(context, error, "cudaMemset");
+    leave_device(c->device, previous);
+    return status;
+}
+
+ekv_status ekv_cuda_copy_rows(ekv_context *context, void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                              size_t rows) {
+    ekv_cuda *c = state_of(context);
+    int previous;
+    ekv_status status = enter_device(context, c->device, &previous);
+    if (status != EKV_OK) return status;
+    cudaError_t error = cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, width, rows, cudaMemcpyDefault, c->stream);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(c->stream);
+    if (error != cudaSuccess) status = fail_cuda(context, error, "cudaMemcpy2D");
     leave_device(c->device, previous);
     return status;
 }
@@ -579,6 +653,7 @@ ekv_status ekv_cuda_index_pages(ekv_context *context, ekv_index *index, const ek
                         .lengths = pages->lengths,
                         .counts_in = pages->counts_start,
                         .table_stride = pages->block_table_stride,
+                        .first = pages->first,
                         .length = pages->length,
                         .batch = pages->batch,
                         .max_count = (int32_t)ekv_min64(pages->max_count, INT32_MAX),
@@ -592,6 +667,16 @@ ekv_status ekv_cuda_index_pages(ekv_context *context, ekv_index *index, const ek
     if (shape->statistics & EKV_STATISTICS_BOX) b.boxes = index->boxes;
     if (shape->statistics & EKV_STATISTICS_GAUSSIAN) b.moments = index->moments;
     if (shape->statistics & EKV_STATISTICS_NORMS) b.norms = index->norms;
+    const bool sketch = index->codes && ekv_device_basis(index);
+    if (index->codes) {
+        b.sketches = index->sketches, b.expanded = index->expanded, b.centers = index->centers;
+        b.bases = sketch ? index->bases : NULL;
+        b.sketched = index->sketched, b.stretch_of = index->stretch_of;
+        b.sketch_bytes = (int64_t)index->sketch_bytes, b.stretch = index->stretch, b.stretches = ekv_index_stretches(index);
+        b.codes = index->codes, b.units = ekv_sketch_units(index->codes), b.axes = ekv_sketch_axes(shape->k_dim);
+        b.center_stride = (int32_t)ekv_padded(shape->k_dim);
+        b.touched = ekv_ceil_div(pages->max_count, b.stretch * size) + 1;
+    }
     if (pages->kv) {
         const ekv_kv *kv = pages->kv;
         b.k = kv->k, b.v = kv->v, b.blocks = kv->blocks;
@@ -603,7 +688,10 @@ ekv_status ekv_cuda_index_pages(ekv_context *context, ekv_index *index, const ek
     ekv_status status = enter_device(context, c->device, &previous);
     if (status != EKV_OK) return status;
     void *stream = pages->own_stream ? c->stream : pages->stream;
-    const int error = pages->kv ? ekv_cuda_launch_build(&b, stream) : ekv_cuda_launch_forget(&b, stream);
+    int error = 0;
+    if (pages->kv && sketch) error = ekv_cuda_launch_centers(&b, stream);
+    if (pages->kv && sketch && error == 0) error = ekv_cuda_launch_encode(&b, stream);
+    if (error == 0) error = pages->kv ? ekv_cuda_launch_build(&b, stream) : ekv_cuda_launch_forget(&b, stream);
     if (error != 0) status = fail_cuda(context, (cudaError_t)error, "launch of the index kernel");
     leave_device(c->device, previous);
     return status;

@@ -105,12 +105,19 @@ template <typename T> __global__ void __launch_bounds__(BUILD_THREADS) build_pag
         build_norm(keys, b.k_token_stride, t.n, b.k_dim, b.norms + at * 2);
         build_norm(values, b.v_token_stride, t.n, b.v_dim, b.norms + at * 2 + 1);
     }
-    if (t.head == 0 && (threadIdx.x & 31) == 0) b.counts[t.block] = (uint16_t)t.n;
+    if (t.head != 0 || (threadIdx.x & 31) != 0) return;
+    b.counts[t.block] = (uint16_t)t.n;
+    if (!b.sketched) return;
+    const int stretch = (int)(t.page / b.stretch); /* encode_pages came before this kernel and saw the old numbers */
+    b.sketched[t.block] = b.bases && stretch < b.stretches ? (uint16_t)t.n : (uint16_t)0;
+    b.stretch_of[t.block] = stretch;
 }
 
 __global__ void __launch_bounds__(BUILD_THREADS) forget_pages(const ekv_cuda_build b) {
     task t;
-    if (find_task(b, t) && t.head == 0 && (threadIdx.x & 31) == 0) b.counts[t.block] = 0;
+    if (!find_task(b, t) || t.head != 0 || (threadIdx.x & 31) != 0) return;
+    b.counts[t.block] = 0;
+    if (b.sketched) b.sketched[t.block] = 0;
 }
 
 unsigned blocks_of(const ekv_cuda_build &b) {

@@ -4,15 +4,18 @@
  *
  *   norms     certified, per item and chunk of pages: bounds of the scores in pages, from norms alone
  *   cut       per row: the k-th largest bound (topk), or tau^ less its margin (gaussian); certified: `probe` in typed.cuh
- *   compact   per item and chunk of pages: the pages that some row reads, in order, with the rows that read them
+ *   compact   per item and chunk of pages: the pages that some row reads, in order, with the rows that read them; where the sketch
+ *             pays, the tokens
  *
  * SPDX-License-Identifier: Apache-2.0
  */
 #include "cuda/common.cuh"
+#include "cuda/sketch.cuh"
 
 namespace {
 
 constexpr int CUT_THREADS = 512, COMPACT_THREADS = 256;
+constexpr int AHEAD = 4; /* pages, or groups of tokens, that a thread of norms and compact loads at once */
 
 __device__ __forceinline__ ekv_cuda_cut cut_at(double cut, uint32_t order, int tie) {
     ekv_cuda_cut c = {};
@@ -414,16 +417,16 @@ __global__ void __launch_bounds__(CUT_THREADS) cut_rows(const ekv_cuda_step s) {
 
 /* For each row |q| times the largest key norm of each page, ALiBi at the page's best token, and slack: above the exact scores and the
  * scan's, z units; NaN for an unknown page or a norm that is not finite.  The scan's order of additions gives an error of
- * at most (8 CH + 5) <= 37 u |q| |k| before the bias is added (bound_slack in common.cuh). */
+ * at most (8 CH + 5) <= 37 u |q| |k| before the bias is added (bound_slack in typed.cuh); the bias here is rounded too. */
 __global__ void __launch_bounds__(COMPACT_THREADS) norm_bounds(const ekv_cuda_step s) {
     __shared__ row_info s_row[EKV_CUDA_MAX_ROWS];
-    __shared__ double s_norm[EKV_CUDA_MAX_ROWS];
+    __shared__ float s_norm[EKV_CUDA_MAX_ROWS];
     static_assert(COMPACT_THREADS / 32 >= EKV_CUDA_MAX_ROWS, "a warp for each row");
     begin_kernel();
     const long long local_item = blockIdx.x / (unsigned)s.chunks;
     const int chunk = (int)(blockIdx.x % (unsigned)s.chunks), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const item_info it = describe_item(s, s.first_item + local_item);
-    if (threadIdx.x == 0) s.boxes_read[local_item * s.chunks + chunk] = 0;
+    if (threadIdx.x == 0) s.looked[local_item * s.chunks + chunk] = 0;
     const int end = min(it.pages, (chunk + 1) * s.chunk_pages);
     if (!(s.levels & EKV_CUDA_NORMS) || chunk * s.chunk_pages >= end) return;
     if (warp < it.rows) {
@@ -434,26 +437,38 @@ __global__ void __launch_bounds__(COMPACT_THREADS) norm_bounds(const ekv_cuda_st
             squares += (double)x * (double)x;
         }
         squares = warp_sum(squares);
-        if (lane == 0) s_row[warp] = row, s_norm[warp] = sqrt(squares) * (1.0 + 1e-12);
+        if (lane == 0) s_row[warp] = row, s_norm[warp] = __double2float_ru(sqrt(squares) * (1.0 + 1e-12));
     }
     __syncthreads();
-    for (int p0 = chunk * s.chunk_pages + warp * 32; p0 < end; p0 += COMPACT_THREADS) {
-        const int page = p0 + lane, block = page < end ? block_of(s, it, page) : -1;
-        const int count = block >= 0 ? s.counts[block] : 0;
-        const double norm = count > 0 ? (double)s.norms[(it.head * s.index_blocks + block) * 2] : 0.0;
-        for (int r = 0; r < it.rows; r++) {
-            const row_info &row = s_row[r];
-            const int first = page << s.page_shift;
-            if (page >= end || first >= row.n) continue;
-            const int tokens = page_tokens(s, row.n, page);
-            const double bias =
-                (double)row.slope * (double)((row.slope > 0.0f ? first + tokens - 1 : first) - row.q_token);
-            const double dot = s_norm[r] * norm, bound = dot + bias + 64.0 * 0x1p-24 * (dot + fabs(bias)) + 0x1p-120;
-            s.page_a[(local_item * s.rows + r) * s.max_pages + page] =
-                count >= tokens && bound < 3e38 ? __double2float_ru(bound) : CUDART_NAN_F;
+    for (int base = chunk * s.chunk_pages + warp * 32; base < end; base += AHEAD * COMPACT_THREADS) {
+        int block[AHEAD], count[AHEAD];
+        float norm[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            const int page = base + k * COMPACT_THREADS + lane;
+            block[k] = page < end ? block_of(s, it, page) : -1;
         }
-        __syncwarp();
-        for (int r = 0; r < it.rows; r++) summarize<true>(s, s_row[r], local_item * s.rows + r, p0);
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            count[k] = block[k] >= 0 ? s.counts[block[k]] : 0;
+            norm[k] = block[k] >= 0 ? s.norms[(it.head * s.index_blocks + block[k]) * 2] : 0.0f; /* of an unknown page: not used */
+        }
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            const int p0 = base + k * COMPACT_THREADS, page = p0 + lane, first = page << s.page_shift;
+            if (p0 >= end) break;
+            for (int r = 0; r < it.rows; r++) {
+                const row_info &row = s_row[r];
+                if (page >= end || first >= row.n) continue;
+                const int tokens = page_tokens(s, row.n, page);
+                const float bias = row.slope * (float)((row.slope > 0.0f ? first + tokens - 1 : first) - row.q_token);
+                const float dot = __fmul_ru(s_norm[r], norm[k]), slack = (dot + fabsf(bias)) * 0x1p-17f + 0x1p-110f;
+                const float bound = __fadd_ru(__fadd_ru(dot, bias), slack);
+                s.page_a[(local_item * s.rows + r) * s.max_pages + page] = count[k] >= tokens && bound < 3e38f ? bound : CUDART_NAN_F;
+            }
+            __syncwarp();
+            for (int r = 0; r < it.rows; r++) summarize<true>(s, s_row[r], local_item * s.rows + r, p0);
+        }
     }
 }
 
@@ -479,6 +494,97 @@ __device__ __forceinline__ bool selected(const ekv_cuda_step &s, const row_info 
     return !((double)a + s.zeta * (double)s.page_b[slot * s.max_pages + page] <= cut.cut);
 }
 
+/* How many pages, counted once each by one lane, have tokens in masks of consecutive groups, AHEAD to a lane.  A page has 1 << shift
+ * groups, at most 16. */
+__device__ __forceinline__ int pages_of_masks(const uint32_t (&mask)[AHEAD], int shift) {
+    int pages = 0;
+    uint32_t any = 0;
+#pragma unroll
+    for (int k = 0; k < AHEAD; k++) {
+        any |= mask[k];
+        if ((k + 1) % (1 << min(shift, 2)) == 0) pages += any != 0, any = 0;
+    }
+    if (shift <= 2) return pages;
+    const int lanes = 1 << (shift - 2), lane = threadIdx.x & 31; /* of a page */
+    const uint32_t same = __ballot_sync(ALL_LANES, pages != 0) & ((1u << lanes) - 1u) << (lane & ~(lanes - 1));
+    return __ffs((int)same) == lane + 1;
+}
+static_assert(AHEAD == 4, "the shifts by 2");
+
+/* The tokens of a chunk that some row's sketch bounds do not rule out, in order.  A thread takes AHEAD groups of 16 at once. */
+__device__ void compact_tokens(const ekv_cuda_step &s, const item_info &it, long long local_item, int chunk, const row_info *rows,
+                               const ekv_cuda_cut *cuts, int *row_pages, int *row_tokens, block_reduce<COMPACT_THREADS> *reduce) {
+    __shared__ uint32_t s_skipped[EKV_CUDA_MAX_ROWS];
+    __shared__ int s_union_pages;
+    if ((int)threadIdx.x < it.rows) s_skipped[threadIdx.x] = skipped_bits(cuts[threadIdx.x]);
+    if (threadIdx.x == 0) s_union_pages = 0;
+    __syncthreads();
+    const int shift = s.page_shift - 4, lane = threadIdx.x & 31; /* groups of a page: 1 << shift */
+    const int begin = chunk * s.chunk_pages << shift, end = min(it.pages, (chunk + 1) * s.chunk_pages) << shift;
+    int32_t *list = s.read_entry + (local_item * s.chunks + chunk) * s.read_stride;
+    int kept = 0, turn = 0;
+    for (int base = begin; base < end; base += AHEAD * COMPACT_THREADS) {
+        const int group = base + (int)threadIdx.x * AHEAD;
+        uint32_t mask[AHEAD] = {};
+        for (int r = 0; r < it.rows; r++) {
+            const long long slot = local_item * s.rows + r;
+            const float cut = (float)cuts[r].cut;
+            const uint32_t skipped = s_skipped[r];
+            bool needed[AHEAD];
+#pragma unroll
+            for (int k = 0; k < AHEAD; k++)
+                needed[k] = group + k < end && (group + k) * GROUP < rows[r].n &&
+                            !(s.page_a[slot * s.max_pages + ((group + k) >> shift)] <= cut);
+#pragma unroll
+            for (int k = 0; k < AHEAD; k++) {
+                if (!needed[k]) continue;
+                const uint4 *bits = (const uint4 *)(s.above + slot * s.max_pages * s.page_size + (group + k) * GROUP);
+                const uint4 low = bits[0], high = bits[1];
+                const uint32_t word[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    mask[k] |= (uint32_t)((word[i] & 0xffffu) > skipped) << (2 * i);
+                    mask[k] |= (uint32_t)((word[i] >> 16) > skipped) << (2 * i + 1);
+                }
+            }
+        }
+        int mine = 0;
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            mask[k] &= (1u << max(0, min(GROUP, it.n - (group + k) * GROUP))) - 1u;
+            mine += __popc(mask[k]);
+        }
+        int total, to = kept + reduce->prefix(mine, total, turn);
+        kept += total;
+        if (total == 0) continue;
+        for (int r = 0; r < it.rows; r++) {
+            uint32_t own[AHEAD];
+            int tokens = 0;
+#pragma unroll
+            for (int k = 0; k < AHEAD; k++) {
+                own[k] = mask[k] & ((1u << max(0, min(GROUP, rows[r].n - (group + k) * GROUP))) - 1u);
+                tokens += __popc(own[k]);
+            }
+            tokens = warp_sum(tokens);
+            const int pages = warp_sum(pages_of_masks(own, shift));
+            if (lane == 0 && tokens) {
+                atomicAdd(&row_tokens[r], tokens);
+                atomicAdd(&row_pages[r], pages);
+            }
+        }
+        const int pages = warp_sum(pages_of_masks(mask, shift));
+        if (lane == 0 && pages) atomicAdd(&s_union_pages, pages);
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++)
+            for (; mask[k]; mask[k] &= mask[k] - 1) list[to++] = (group + k) * GROUP + __ffs((int)mask[k]) - 1;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        s.read_count[local_item * s.chunks + chunk] = s.read_tokens[local_item * s.chunks + chunk] = kept;
+        s.read_pages[local_item * s.chunks + chunk] = s_union_pages;
+    }
+}
+
 __global__ void __launch_bounds__(COMPACT_THREADS) compact_pages(const ekv_cuda_step s) {
     __shared__ row_info s_row[EKV_CUDA_MAX_ROWS];
     __shared__ ekv_cuda_cut s_cut[EKV_CUDA_MAX_ROWS];
@@ -488,7 +594,7 @@ __global__ void __launch_bounds__(COMPACT_THREADS) compact_pages(const ekv_cuda_
     const long long local_item = blockIdx.x / (unsigned)s.chunks;
     const int chunk = (int)(blockIdx.x % (unsigned)s.chunks);
     const item_info it = describe_item(s, s.first_item + local_item);
-    if (threadIdx.x < s.rows) {
+    if ((int)threadIdx.x < s.rows) {
         const int r = threadIdx.x;
         s_row[r] = describe_row(s, it, r);
         if (s.cut && s_row[r].n > 0) s_cut[r] = s.cut[local_item * s.rows + r];
@@ -496,8 +602,11 @@ __global__ void __launch_bounds__(COMPACT_THREADS) compact_pages(const ekv_cuda_
     }
     if (threadIdx.x == 0) s_union = 0;
     __syncthreads();
-    const int begin = chunk * s.chunk_pages, end = min(it.pages, begin + s.chunk_pages);
-    const long long at = (local_item * s.chunks + chunk) * s.chunk_pages;
+    const bool tokens_alone = sketch_pays(s, local_item);
+    if (tokens_alone) compact_tokens(s, it, local_item, chunk, s_row, s_cut, s_pages, s_tokens, &s_reduce);
+    const int begin = chunk * s.chunk_pages, end = tokens_alone ? begin : min(it.pages, begin + s.chunk_pages);
+    int32_t *read_page = s.read_entry + (local_item * s.chunks + chunk) * s.read_stride;
+    uint32_t *read_mask = s.read_mask + (local_item * s.chunks + chunk) * s.chunk_pages;
     int kept = 0, turn = 0;
     for (int base = begin; base < end; base += COMPACT_THREADS) {
         const int page = base + threadIdx.x;
@@ -520,17 +629,17 @@ __global__ void __launch_bounds__(COMPACT_THREADS) compact_pages(const ekv_cuda_
         int total;
         const int before = s_reduce.prefix(mask != 0, total, turn);
         if (mask) {
-            s.read_page[at + kept + before] = page;
-            s.read_mask[at + kept + before] = mask;
+            read_page[kept + before] = page;
+            read_mask[kept + before] = mask;
         }
         kept += total;
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-        s.read_count[local_item * s.chunks + chunk] = kept;
+    if (threadIdx.x == 0 && !tokens_alone) {
+        s.read_count[local_item * s.chunks + chunk] = s.read_pages[local_item * s.chunks + chunk] = kept;
         s.read_tokens[local_item * s.chunks + chunk] = s_union;
     }
-    if (threadIdx.x < s.rows) {
+    if ((int)threadIdx.x < s.rows) {
         s.row_pages[(local_item * s.rows + threadIdx.x) * s.chunks + chunk] = s_pages[threadIdx.x];
         s.row_tokens[(local_item * s.rows + threadIdx.x) * s.chunks + chunk] = s_tokens[threadIdx.x];
     }

@@ -18,6 +18,7 @@
 #include <stdint.h>
 
 #include "entmaxkv/entmaxkv.h"
+#include "entmaxkv/kernels.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -28,8 +29,11 @@ extern "C" {
 #define EKV_CUDA_MAX_SPLITS    256  /* blocks of an item */
 #define EKV_CUDA_MAX_CHUNKS    256  /* chunks of pages of an item in selection */
 #define EKV_CUDA_SUPER         1024 /* ranks of the support whose values are one partial sum */
-#define EKV_CUDA_LEAST_TOKENS  1024 /* certified: up to so many tokens are all read */
+#define EKV_CUDA_LEAST_TOKENS  4096 /* certified: up to so many tokens are all read, which takes less time than to decide */
 #define EKV_CUDA_SOFTMAX_BELOW (1.0 + 1e-7)
+#define EKV_CUDA_STRETCHES     64   /* most stretches of sketch_pages pages that begin with one */
+#define EKV_CUDA_SKETCH_PAGES  64   /* sketch_pages is a multiple of so many */
+#define EKV_CUDA_UNITS         25   /* most units of a sketch: four numbers of 4 bits */
 
 typedef struct ekv_cuda_head {
     double alpha;
@@ -44,9 +48,19 @@ typedef struct ekv_cuda_cut {
     int32_t tie;
     /* certified */
     double relax, skipped; /* max_mass: the mass of what is skipped though its bound is above the cut is at most `skipped` */
-    float share;           /* of a sample of pages: those that boxes would not rule out */
-    int32_t probed, sampled; /* keys scored by probes, boxes of the sample */
+    double origin;         /* the cut that the bounds in `above` are relative to */
+    float share;           /* of a sample: what boxes (of pages) or the sketch (of tokens) would not rule out */
+    int32_t probed, sampled; /* keys scored by probes; boxes or sketches of the sample */
 } ekv_cuda_cut;
+
+/* A row's look-up table for sketches (sketch.cuh): what each number of a sketch adds to a bound, z units, rounded up. */
+typedef struct ekv_cuda_table {
+    double norm;  /* of the query */
+    double moved; /* largest norm of a key less its center; how far rounding moves one */
+    double error;
+    double size; /* sum over the numbers of the largest magnitude of what they add */
+    float entry[EKV_CUDA_UNITS * 4 * 16]; /* 0 behind the last number */
+} ekv_cuda_table;
 
 /* What page_scores says about 32 pages of a row (those that the row sees).
  * bounds: best is the largest bound among the pages that topk may choose, forced the number of the others.
@@ -98,6 +112,15 @@ typedef struct ekv_cuda_step {
     const float *norms;
     const uint16_t *counts;
     int64_t index_blocks, box_bytes, moments_bytes;
+    const uint8_t *sketches; /* [kv_heads][index_blocks] of sketch_bytes: [page_size / 16][units][16 tokens] of 16 bits */
+    const ekv_basis *bases;  /* [kv_heads]; pointers in it are those of the host */
+    const uint16_t *basis_rows;
+    const float *centers; /* [kv_heads][stretches][center_stride] */
+    const uint16_t *sketched;
+    const int32_t *stretch_of;
+    int64_t sketch_bytes, stretch, stretches; /* pages that share a center; centers of a head */
+    int32_t codes, units, center_stride;      /* codes without the norms */
+    int32_t sketch_pages, sketch_chunks;      /* a block of the sketch kernel takes so many pages of an item, which are so many blocks */
     /* the cut of the work */
     int32_t rows, row_blocks, splits, chunks, chunk_pages, value_splits;
     int64_t first_item, round_items;
@@ -118,13 +141,17 @@ typedef struct ekv_cuda_step {
     ekv_cuda_group *group_of_pages; /* [slots][groups] */
     int64_t groups;
     ekv_cuda_cut *cut;    /* [slots] */
-    int32_t levels, pass; /* certified: EKV_CUDA_NORMS, EKV_CUDA_BOXES; the level whose bounds are there */
+    int32_t levels, pass; /* certified: EKV_CUDA_NORMS, ... that are used; the level whose bounds are there */
     double max_mass;
-    int32_t *boxes_read;  /* certified: [items][chunks] */
-    int32_t *read_page;   /* [items][chunks * chunk_pages] the pages that some row reads, per chunk in order; NULL: all */
-    uint32_t *read_mask;  /* which rows read it */
-    int32_t *read_count;  /* [items][chunks] */
-    int32_t *read_tokens; /* [items][chunks] their tokens */
+    int32_t *looked;       /* certified: [items][chunks] boxes, or groups of 16 sketches, that were read */
+    ekv_cuda_table *lookup;/* [slots] */
+    uint16_t *above;       /* [slots][max_pages * page_size] f16 bounds of tokens less cut->origin, rounded up; 0: not above */
+    int32_t *read_entry;   /* [items][chunks][read_stride] what some row reads, per chunk in order: pages, or tokens where the sketch pays;
+                              NULL: all */
+    int64_t read_stride;
+    uint32_t *read_mask;  /* [items][chunks][chunk_pages] which rows read the page */
+    int32_t *read_count;  /* [items][chunks] entries */
+    int32_t *read_pages, *read_tokens; /* [items][chunks] pages of which something is read, and tokens */
     int32_t *row_pages, *row_tokens; /* [slots][chunks] */
     ekv_report *report;
     int32_t report_mass, certify; /* certify: page_a holds bounds */
@@ -143,17 +170,26 @@ typedef struct ekv_cuda_build {
     int32_t kv_heads, k_dim, v_dim, page_size, dtype;
     const int32_t *table, *lengths, *counts_in; /* lengths NULL: `length` and `first` of one sequence */
     int64_t table_stride;
-    int64_t first_page, pages, length;
+    int64_t first, first_page, pages, length; /* first: token */
     int32_t batch, max_count;
     char *boxes, *moments;
     float *norms;
     uint16_t *counts;
     int64_t index_blocks, box_bytes, moments_bytes;
+    /* The sketch, as in ekv_cuda_step; bases NULL: there is no basis.  expanded: [kv_heads][2][axes][center_stride] P, then Q. */
+    uint8_t *sketches;
+    ekv_basis *bases;
+    const float *expanded;
+    float *centers;
+    uint16_t *sketched; /* NULL: no sketch is kept */
+    int32_t *stretch_of;
+    int64_t sketch_bytes, stretch, stretches, touched; /* touched: most stretches that a sequence's new tokens lie in */
+    int32_t codes, units, axes, center_stride;
 } ekv_cuda_build;
 
 enum { EKV_CUDA_QUERY_NONE, EKV_CUDA_QUERY_BOUNDS, EKV_CUDA_QUERY_MOMENTS, EKV_CUDA_QUERY_SELECTION };
 enum { EKV_CUDA_SCAN_ENTMAX, EKV_CUDA_SCAN_SOFTMAX, EKV_CUDA_PAGE_BOUNDS, EKV_CUDA_PAGE_MOMENTS, EKV_CUDA_PROBE };
-enum { EKV_CUDA_NORMS = 1, EKV_CUDA_BOXES = 2 };
+enum { EKV_CUDA_NORMS = 1, EKV_CUDA_BOXES = 2, EKV_CUDA_SKETCH = 4 }; /* boxes or the sketch, not both */
 
 /* All launchers enqueue on `stream` (a cudaStream_t) and return a cudaError_t as int. */
 int ekv_cuda_launch_scan_f32(const ekv_cuda_step *s, int kind, void *stream);
@@ -165,10 +201,13 @@ int ekv_cuda_launch_combine(const ekv_cuda_step *s, void *stream);
 int ekv_cuda_launch_mass(const ekv_cuda_step *s, void *stream);
 int ekv_cuda_launch_report(const ekv_cuda_step *s, void *stream);
 int ekv_cuda_launch_norms(const ekv_cuda_step *s, void *stream);
+int ekv_cuda_launch_sketch(const ekv_cuda_step *s, void *stream);
 int ekv_cuda_launch_cut(const ekv_cuda_step *s, void *stream);
 int ekv_cuda_launch_compact(const ekv_cuda_step *s, void *stream);
 int ekv_cuda_launch_query(const ekv_cuda_step *s, void *stream);
 int ekv_cuda_launch_heads(ekv_cuda_head *to, const ekv_cuda_head *from, int32_t n, void *stream);
+int ekv_cuda_launch_centers(const ekv_cuda_build *b, void *stream);
+int ekv_cuda_launch_encode(const ekv_cuda_build *b, void *stream);
 int ekv_cuda_launch_build(const ekv_cuda_build *b, void *stream);
 int ekv_cuda_launch_forget(const ekv_cuda_build *b, void *stream);
 #define EKV_CUDA_HEADS_PER_LAUNCH 128

@@ -93,6 +93,47 @@ __device__ __forceinline__ void score_tile(const T *p, long long stride, int val
     for (int r = 0; r < R; r++) z[r] = butterfly<LPK, U>(a[r], lane);
 }
 
+/* The same for up to U keys anywhere: key u is row(u) elements behind p; below 0: none.  All lanes call row. */
+template <typename T, int LPK, int CH, int R, int U, bool VEC, typename Row>
+__device__ __forceinline__ void score_keys(const T *p, Row row, int dim, int lane, const float (&q)[R][CH][8], float (&z)[R]) {
+    const int j = lane % LPK;
+    float a[R][U];
+#pragma unroll
+    for (int r = 0; r < R; r++)
+#pragma unroll
+        for (int u = 0; u < U; u++) a[r][u] = 0.0f;
+#pragma unroll
+    for (int c = 0; c < CH; c++) {
+        const int left = dim - (c * LPK + j) * 8;
+        chunk8<T, VEC> raw[U];
+#pragma unroll
+        for (int u = 0; u < U; u++) {
+            const long long at = row(u);
+            if (at >= 0 && left > 0)
+                raw[u].load(p + at + c * LPK * 8, left);
+            else
+                raw[u].clear();
+        }
+#pragma unroll
+        for (int u = 0; u < U; u++) {
+            float x[8];
+            raw[u].get(x);
+#pragma unroll
+            for (int r = 0; r < R; r++)
+#pragma unroll
+                for (int e = 0; e < 8; e++) a[r][u] = fmaf(q[r][c][e], x[e], a[r][u]);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < R; r++) z[r] = butterfly<LPK, U>(a[r], lane);
+}
+
+/* Where a token's key lies, in elements; -1 in a block outside of the pool. */
+__device__ __forceinline__ long long key_row(const ekv_cuda_step &s, const item_info &it, int token) {
+    const int block = block_of(s, it, token >> s.page_shift);
+    return block < 0 ? -1 : block * s.k_block_stride + (token & (s.page_size - 1)) * s.k_token_stride;
+}
+
 /* The score of one token for one row from its dot product; -infinity where the row does not read it, NaN for a bad block. */
 __device__ __forceinline__ float finish_score(float dot, const row_info &row, int r, int token, bool exists, uint32_t mask,
                                               int block) {
@@ -108,39 +149,6 @@ struct warp_list {
     float z_max, floor; /* largest finite z; a lower bound of tau: tau of any part of the tokens is one */
     int count, spilled; /* entries in shared memory; entries in the segment */
 };
-
-/* Raises the lower bound by Newton steps on the norm (sum t^m)^(1/m) = 1, m a whole number >= beta, from the left: the iterates
- * never pass the root, which lies below tau (src/cpu/entmax.h, tau_lower). */
-__device__ __forceinline__ float raise_floor(const float *list_z, int count, float z_max, float floor, int power) {
-    if (power > 64 || !(z_max > -CUDART_INF_F)) return floor;
-    const int lane = threadIdx.x & 31;
-    float tau = fmaxf(-1.0f, __fsub_rd(floor, z_max));
-    for (int step = 0; step < 5; step++) {
-        float s0 = 0.0f, s1 = 0.0f;
-        for (int i = lane; i < count; i += 32) {
-            const float z = list_z[i], t = z <= z_max ? fmaxf(z - z_max - tau, 0.0f) : 0.0f;
-            float u = 1.0f; /* t^(power - 1) */
-            if (power == 2) {
-                u = t;
-            } else {
-                float x = t;
-                for (int k = power - 1; k > 0; k >>= 1, x *= x)
-                    if (k & 1) u *= x;
-            }
-            s0 += u * t;
-            s1 += power == 1 ? (t > 0.0f ? 1.0f : 0.0f) : u;
-        }
-        s0 = warp_sum(s0);
-        s1 = warp_sum(s1);
-        if (!(s0 > 1.0f)) break;
-        const float target = power == 1 ? 1.0f : power == 2 ? sqrtf(s0) : powf(s0, 1.0f - 1.0f / (float)power);
-        const float delta = (s0 - target) / s1;
-        if (!(delta > 0.0f)) break;
-        tau = fminf(tau + delta, 0.0f);
-        if (delta < 1e-4f) break;
-    }
-    return fmaxf(floor, __fadd_rd(z_max, tau));
-}
 
 /* Copies the entries that are above the threshold (or NaN), in order; to may be the list itself.  Returns their number. */
 __device__ __forceinline__ int copy_above(const float *z, const int *token, int count, float threshold, float *to_z,
@@ -199,7 +207,8 @@ __device__ __noinline__ float append(warp_list *w, float *list_z, int *list_toke
 
 /* ---- scan, entmax ---- */
 
-template <typename T, int LPK, int CH, int R, bool VEC>
+/* TOKENS: certified with a sketch; items where it pays have lists of tokens instead of pages. */
+template <typename T, int LPK, int CH, int R, bool VEC, bool TOKENS>
 __global__ void __launch_bounds__(THREADS, (scan_shape<T, LPK, CH, R>::BLOCKS)) scan_entmax(const ekv_cuda_step s) {
     typedef scan_shape<T, LPK, CH, R> shape;
     constexpr int U = shape::U, TILE = shape::TILE, CAPACITY = shape::CAPACITY;
@@ -234,7 +243,41 @@ __global__ void __launch_bounds__(THREADS, (scan_shape<T, LPK, CH, R>::BLOCKS)) 
     const int begin = (int)((long long)total * mine / segments), end = (int)((long long)total * (mine + 1) / segments);
     const T *keys = (const T *)s.k + it.head * s.k_head_stride + j * 8;
     const long long slot = local_item * R;
-    for (int e0 = begin; e0 < end; e0 += 32) {
+    const bool by_token = TOKENS && sketch_pays(s, local_item);
+    for (int e0 = begin; e0 < end && by_token; e0 += 32) { /* tokens e0, e0 + 1, ... of the list are the lanes' */
+        const int listed = min(32, end - e0);
+        int mine_token = INT32_MAX;
+        long long mine_row = -1;
+        if (lane < listed) {
+            const int e = e0 + lane, c = chunk_of_entry(s, s_prefix, e);
+            mine_token = s.read_entry[(local_item * s.chunks + c) * s.read_stride + (e - s_prefix[c])];
+            mine_row = key_row(s, it, mine_token);
+        }
+        const uint32_t shared_floor = lane < R ? atomicMax(&s_floor[lane], 0u) : 0u;
+#pragma unroll
+        for (int r = 0; r < R; r++) threshold[r] = fmaxf(threshold[r], from_order(__shfl_sync(ALL_LANES, shared_floor, r)));
+        for (int t0 = 0; t0 < listed; t0 += TILE) {
+            float z[R];
+            score_keys<T, LPK, CH, R, U, VEC>(
+                keys, [&](int u) { return __shfl_sync(ALL_LANES, mine_row, t0 + g * U + u); }, s.k_dim, lane, q, z);
+            const int at = t0 + g * U + j / (LPK / U), token = __shfl_sync(ALL_LANES, mine_token, at);
+            const bool inside = __shfl_sync(ALL_LANES, mine_row, at) >= 0, owner = j % (LPK / U) == 0;
+#pragma unroll
+            for (int r = 0; r < R; r++) {
+                z[r] = finish_score(z[r], s_row[r], r, token, at < listed, ALL_LANES, inside ? 0 : -1);
+                const bool keep = owner && !(z[r] <= threshold[r]);
+                if (__any_sync(ALL_LANES, keep)) {
+                    const long long segment = (slot + r) * s.list_stride + mine * s.segment;
+                    threshold[r] =
+                        fmaxf(threshold[r], append<CAPACITY, TILE>(&s_list[warp][r], s_list_z[warp][r], s_list_token[warp][r],
+                                                                   s.list_z + segment, s.list_token + segment, keep, z[r],
+                                                                   token, s_row[r].power));
+                    if (lane == 0) atomicMax(&s_floor[r], order_of(threshold[r]));
+                }
+            }
+        }
+    }
+    for (int e0 = begin; e0 < end && !by_token; e0 += 32) {
         const int pages = min(32, end - e0);
         page_entry mine_entry = {0, -1, 0};
         if (lane < pages) mine_entry = fetch_entry(s, it, local_item, s_prefix, e0 + lane);
@@ -457,7 +500,7 @@ __global__ void __launch_bounds__(THREADS, (R >= 4 || CH > 1 ? 2 : 3)) page_scor
     if (chunk * s.chunk_pages >= end) return;
     const bool narrowed = BOUNDS && s.levels & EKV_CUDA_NORMS; /* bounds by norms are there: few boxes are needed */
     if (narrowed && !boxes_pay(s, local_item)) return;
-    int boxes_read = 0;
+    int looked = 0;
     load_rows<DIM, R>(s, it, s_row, s_q);
     float q[R][CH][8];
     take_query<LPK, CH, R>(s_q, j, q);
@@ -477,7 +520,7 @@ __global__ void __launch_bounds__(THREADS, (R >= 4 || CH > 1 ? 2 : 3)) page_scor
             }
             if (!needed) my_block = my_count = -1;
         }
-        if (BOUNDS && s.levels) boxes_read += __popc(__ballot_sync(ALL_LANES, my_block >= 0));
+        if (BOUNDS && s.levels) looked += __popc(__ballot_sync(ALL_LANES, my_block >= 0));
         for (int t0 = 0; t0 < pages; t0 += TILE) {
             float a[R][U], b[R][U];
 #pragma unroll
@@ -555,7 +598,7 @@ __global__ void __launch_bounds__(THREADS, (R >= 4 || CH > 1 ? 2 : 3)) page_scor
         __syncwarp(); /* the lanes' own writes are read back, a page to a lane */
         for (int r = 0; r < it.rows; r++) summarize<BOUNDS>(s, s_row[r], local_item * R + r, p0);
     }
-    if (BOUNDS && s.levels && lane == 0 && boxes_read) atomicAdd(&s.boxes_read[local_item * s.chunks + chunk], boxes_read);
+    if (BOUNDS && s.levels && lane == 0 && looked) atomicAdd(&s.looked[local_item * s.chunks + chunk], looked);
 }
 
 /* ---- certified ---- */
@@ -564,69 +607,93 @@ __global__ void __launch_bounds__(THREADS, (R >= 4 || CH > 1 ? 2 : 3)) page_scor
 template <typename T, int LPK, int CH, bool VEC> __global__ void __launch_bounds__(PROBE_THREADS) probe(const ekv_cuda_step s) {
     typedef scan_shape<T, LPK, CH, 1> shape;
     constexpr int U = shape::U, TILE = shape::TILE;
-    static_assert(RUN % U == 0, "a lane group stays in its run");
     __shared__ float s_q[1][shape::DIM];
     __shared__ row_info s_row[1];
     __shared__ probe_scratch s_scratch;
+    __shared__ ekv_cuda_table s_table;
+    __shared__ table_scratch s_rotated;
     __shared__ probe_reduce s_reduce;
     begin_kernel();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, j = lane % LPK, g = lane / LPK;
     const long long slot = blockIdx.x, local_item = slot / s.rows;
     const int r = (int)(slot % s.rows);
     item_info it = describe_item(s, s.first_item + local_item);
-    const bool first = s.pass == EKV_CUDA_NORMS || !(s.levels & EKV_CUDA_NORMS), last = s.pass == EKV_CUDA_BOXES || s.pass == s.levels;
-    const bool fresh = first || boxes_pay(s, local_item); /* there are new bounds */
+    const bool first = s.pass == EKV_CUDA_NORMS || !(s.levels & EKV_CUDA_NORMS), last = s.levels < 2 * s.pass;
+    const bool of_tokens = s.pass == EKV_CUDA_SKETCH && sketch_pays(s, local_item);
+    const bool fresh = first || of_tokens || (s.pass == EKV_CUDA_BOXES && boxes_pay(s, local_item)); /* there are new bounds */
     it.first_row += r; /* an item of this row alone */
     it.rows = min(max(it.rows - r, 0), 1);
     load_rows<shape::DIM, 1>(s, it, s_row, s_q);
     const row_info row = s_row[0];
     const int pages = (row.n + s.page_size - 1) >> s.page_shift;
     if (pages == 0) {
-        if (threadIdx.x == 0 && first) s.cut[slot] = {-CUDART_INF, 0u, 0, 0.0, 0.0, 0.0f, 0, 0};
+        if (threadIdx.x == 0 && first) s.cut[slot] = {-CUDART_INF, 0u, 0, 0.0, 0.0, -CUDART_INF, 0.0f, 0, 0};
         return;
     }
     const float *bound = s.page_a + slot * s.max_pages;
+    const uint16_t *above = of_tokens ? s.above + slot * s.max_pages * s.page_size : nullptr;
+    const double origin = first ? 0.0 : s.cut[slot].origin;
     float cut = first ? -CUDART_INF_F : (float)s.cut[slot].cut, share = 0.0f;
     int turn = 0, probed = 0, sampled = 0;
     if (fresh) {
-        const int per_page = s.page_size / RUN;
-        const bool sample = s.pass == EKV_CUDA_NORMS && s.levels & EKV_CUDA_BOXES;
-        const int chosen = choose_pages(bound, s.group_of_pages + slot * s.groups, pages, max(1, PROBE_RUNS / per_page), &s_scratch,
-                                        &s_reduce, turn);
-        const int runs = chosen * per_page, all = (runs + (sample ? SAMPLE_RUNS : 0)) * RUN;
+        const bool sample = s.pass == EKV_CUDA_NORMS && s.levels > EKV_CUDA_NORMS;
+        const int chosen = choose_pages(bound, s.group_of_pages + slot * s.groups, pages,
+                                        of_tokens ? PROBE_PAGES : max(1, PROBE_TOKENS >> s.page_shift), &s_scratch, &s_reduce, turn);
+        const int best = of_tokens ? take_tokens(s, row, above, origin, chosen, &s_scratch, &s_reduce, turn)
+                                   : take_pages(s, chosen, &s_scratch);
+        const int all = best + (sample ? SAMPLE_TOKENS : 0);
+        if (sample && threadIdx.x < SAMPLE_TOKENS)
+            s_scratch.token[best + threadIdx.x] =
+                (sampled_page((int)threadIdx.x / RUN, pages) << s.page_shift) + (int)threadIdx.x % RUN;
+        __syncthreads();
+        for (int i = threadIdx.x; i < all; i += PROBE_THREADS)
+            s_scratch.row[i] = s_scratch.token[i] < row.n ? key_row(s, it, s_scratch.token[i]) : -1;
+        __syncthreads();
         const T *keys = (const T *)s.k + it.head * s.k_head_stride + j * 8;
         float q[1][CH][8];
         take_query<LPK, CH, 1>(s_q, j, q);
-        for (int t0 = warp * TILE; t0 < all; t0 += WARPS * TILE) {
-            const int at = t0 + g * U, run = at / RUN;
-            int token = row.n, page = 0;
-            if (run < runs) {
-                page = s_scratch.page[run / per_page];
-                token = (page << s.page_shift) + run % per_page * RUN + at % RUN;
-            } else if (at < all) {
-                page = sampled_page(run - runs, pages);
-                token = (page << s.page_shift) + at % RUN;
-            }
-            const int exist = max(0, min(U, row.n - token)), block = exist > 0 ? block_of(s, it, page) : -1;
+        for (int t0 = warp * TILE; t0 < all; t0 += PROBE_WARPS * TILE) {
+            const int at = t0 + g * U, own = at + j / (LPK / U);
             float z[1];
-            score_tile<T, LPK, CH, 1, U, VEC>(keys + block * s.k_block_stride + (token & (s.page_size - 1)) * s.k_token_stride,
-                                              s.k_token_stride, block < 0 ? 0 : exist, s.k_dim, lane, q, z);
-            const int u = j / (LPK / U);
-            if (j % (LPK / U) == 0 && at + u < all) s_scratch.z[at + u] = finish_score(z[0], row, 0, token + u, u < exist, 1u, block);
+            score_keys<T, LPK, CH, 1, U, VEC>(
+                keys, [&](int u) { return at + u < all ? s_scratch.row[at + u] : -1ll; }, s.k_dim, lane, q, z);
+            if (j % (LPK / U) != 0 || own >= all) continue;
+            s_scratch.z[own] = finish_score(z[0], row, 0, s_scratch.token[own], true, 1u, s_scratch.row[own] < 0 ? -1 : 0);
         }
         __syncthreads();
         probed = all;
-        cut = floor_of_probe(&s_scratch, runs * RUN, cut, row.power, &s_reduce, turn);
-        if (sample) {
-            const double tau = tau_of_sample(s_scratch.z + runs * RUN, row.n, row.alpha, cut, &s_reduce, turn);
-            share = share_of_boxes<T>(s, it, row, s_q[0], bound, pages, cut, tau, sampled, &s_reduce, turn);
+        const bool make_table = sample && s.levels & EKV_CUDA_SKETCH;
+        if (warp == 0) {
+            const float floor = floor_of_probe(&s_scratch, best, cut, row.power);
+            if (lane == 0) s_scratch.cut = floor;
+        } else if (warp == 1 && sample) {
+            const float tau = tau_of_sample(s_scratch.z + best, row.n, row.alpha);
+            if (lane == 0) s_scratch.tau = tau;
+        } else if (make_table) { /* meanwhile, what needs no score */
+            rotate_query(s, it, s_q[0], &s_rotated, 2, PROBE_WARPS - 2);
+            for (int i = warp - 2; i < SAMPLED_PAGES; i += PROBE_WARPS - 2) {
+                const center_part center = part_of_center(s, it, row, sampled_page(i, pages) / s.stretch);
+                if (lane == 0) s_scratch.center[i] = center;
+            }
+        }
+        __syncthreads();
+        cut = s_scratch.cut;
+        const float tau = sample ? fmaxf(s_scratch.tau, cut) : cut;
+        if (sample && !make_table) share = share_of_boxes<T>(s, it, row, s_q[0], bound, pages, cut, tau, sampled, &s_reduce, turn);
+        if (make_table) {
+            if (warp == 0) measure_query(s, it, s_q[0], &s_table, &s_rotated);
+            __syncthreads();
+            fill_table(s, it, &s_table, &s_rotated, &s_reduce, turn);
+            for (int i = threadIdx.x; i < (int)(sizeof s_table / 4); i += PROBE_THREADS)
+                ((uint32_t *)(s.lookup + slot))[i] = ((const uint32_t *)&s_table)[i];
+            share = share_of_sketch(s, it, row, s_table, bound, pages, cut, tau, &s_scratch, sampled, &s_reduce, turn);
         }
     }
     double relax = 0.0, skipped = 0.0;
-    if (last && s.max_mass > 0.0) relax_cut(s, row, bound, pages, (double)cut, relax, skipped, &s_scratch);
+    if (last && s.max_mass > 0.0) relax_cut(s, row, bound, above, origin, pages, (double)cut, relax, skipped, &s_scratch);
     if (threadIdx.x != 0) return;
     ekv_cuda_cut *out = s.cut + slot;
-    if (first) out->share = share, out->probed = 0, out->sampled = sampled; /* the share is read by other blocks in a later pass */
+    if (first) out->share = share, out->probed = 0, out->sampled = sampled, out->origin = (double)cut; /* read by other blocks later */
     out->cut = (double)cut;
     out->relax = relax;
     out->skipped = skipped;
@@ -643,7 +710,9 @@ template <typename T> bool aligned(const void *base, long long a, long long b, l
 template <typename T, int LPK, int CH, int R, bool VEC>
 cudaError_t launch(const ekv_cuda_step &s, int kind, cudaStream_t stream) {
     const long long scan_blocks = s.round_items * s.splits, page_blocks = s.round_items * s.chunks;
-    if (kind == EKV_CUDA_SCAN_ENTMAX) return start(scan_entmax<T, LPK, CH, R, VEC>, s, scan_blocks, THREADS, stream);
+    if (kind == EKV_CUDA_SCAN_ENTMAX)
+        return start(s.levels & EKV_CUDA_SKETCH ? scan_entmax<T, LPK, CH, R, VEC, true> : scan_entmax<T, LPK, CH, R, VEC, false>, s,
+                     scan_blocks, THREADS, stream);
     if (kind == EKV_CUDA_SCAN_SOFTMAX)
         return start(scan_softmax<T, LPK, CH, (R > 4 ? 4 : R), VEC>, s, scan_blocks, THREADS, stream);
     if (kind == EKV_CUDA_PAGE_BOUNDS) return start(page_scores<T, LPK, CH, R, VEC, true>, s, page_blocks, THREADS, stream);

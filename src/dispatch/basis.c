@@ -199,6 +199,7 @@ ekv_status ekv_index_save_basis(ekv_context *context, const ekv_index *index, vo
     VALID(data, "data is NULL");
     REQUIRE(index->codes, EKV_ERROR_UNSUPPORTED, "index keeps no SKETCH statistics");
     VALID(bytes == ekv_index_basis_bytes(index), "bytes is %zu, the basis has %zu", bytes, ekv_index_basis_bytes(index));
+    if (index->on_device) return ekv_index_save_basis(context, index->mirror, data, bytes);
     VALID(index->bases[0].codes, "index has no basis yet: it is found from the first sequence with %d tokens", EKV_SKETCH_TRAINING);
     const header h = {MAGIC, index->shape.kv_heads, index->shape.k_dim, index->codes};
     memcpy(data, &h, sizeof h);
@@ -325,6 +326,7 @@ ekv_status ekv_index_load_basis(ekv_context *context, ekv_index *index, const vo
     VALID(index, "index is NULL");
     VALID(data, "data is NULL");
     REQUIRE(index->codes, EKV_ERROR_UNSUPPORTED, "index keeps no SKETCH statistics");
+    if (index->on_device) return ekv_device_load_basis(context, index, data, bytes);
     for (int64_t block = 0; block < index->shape.blocks; block++)
         VALID(!index->counts[block], "index holds tokens (%d in block %lld): a basis is loaded before the first one",
               (int)index->counts[block], (long long)block);
@@ -369,6 +371,7 @@ ekv_status ekv_index_find_basis(ekv_context *context, ekv_index *index, const ek
     if (status == EKV_OK) status = ekv_check_index(context, index, &view);
     if (status == EKV_OK) status = ekv_check_blocks(context, index, block_table, 0, length);
     if (status != EKV_OK) return status;
+    if (index->on_device) return ekv_device_find_basis(context, index, &view, block_table, length);
     return ekv_sketch_find(context, index, ekv_statistics_kernels(context), &view, block_table, length);
 }
 
@@ -414,6 +417,7 @@ ekv_status ekv_index_sketch_fit(ekv_context *context, const ekv_index *index, in
     REQUIRE(index->codes, EKV_ERROR_UNSUPPORTED, "index keeps no SKETCH statistics");
     VALID(kv_head >= -1 && kv_head < index->shape.kv_heads, "kv_head is %d, not in -1..%d", (int)kv_head,
           (int)index->shape.kv_heads - 1);
+    if (index->on_device) return ekv_index_sketch_fit(context, index->mirror, kv_head, fit);
     *fit = (ekv_sketch_fit){.size = sizeof *fit, .kv_head = kv_head > 0 ? kv_head : 0};
     if (!index->bases[0].codes) return EKV_OK;
     fill_fit(index, fit->kv_head, fit);

@@ -290,15 +290,49 @@ static bool run_select(ekv_check *c, problem *p) {
     return place(c, p, &p->step, &d) && done(c, ekv_select_pages(c->context, &d.step, at(c, p->selected), p->table_stride));
 }
 
-static bool run_update(ekv_check *c, problem *p) {
+static bool run_update(ekv_check *c, problem *p, int first) {
     placed d;
     if (!place(c, p, &p->step, &d)) return false;
-    for (int b = 0; b < BATCH; b++)
+    for (int b = first; b < BATCH; b++)
         if (p->lengths[b] > 0 &&
             !succeeded(c, ekv_index_update(c->context, p->index, &d.kv, (int32_t *)at(c, p->table) + b * p->table_stride, 0,
                                            p->lengths[b], p->lengths[b])))
             return false;
     return done(c, EKV_OK);
+}
+
+/* On the device a sketch needs a basis that somebody asks for.  From the case's own keys where those are finite, otherwise one of random
+ * keys that is loaded before the update, as an application would do it. */
+static bool load_basis(ekv_check *c, problem *p) {
+    enum { TOKENS = EKV_SKETCH_TRAINING };
+    ekv_index_params params = ekv_index_params_default();
+    ekv_kv kv = ekv_kv_default();
+    ekv_index *host = NULL;
+    kv.dtype = params.dtype = EKV_F32;
+    kv.kv_heads = params.kv_heads = KV_HEADS;
+    kv.k_dim = kv.v_dim = params.k_dim = params.v_dim = p->kv.k_dim;
+    params.statistics = EKV_STATISTICS_SKETCH;
+    kv.blocks = params.blocks = TOKENS / kv.page_size;
+    kv.k_head_stride = kv.k_dim;
+    kv.k_token_stride = kv.k_head_stride * KV_HEADS;
+    kv.k_block_stride = kv.k_token_stride * kv.page_size;
+    const size_t elements = (size_t)TOKENS * (size_t)kv.k_token_stride, bytes = ekv_index_basis_bytes(p->index);
+    float *keys = ekv_scratch(c, elements * sizeof *keys + bytes);
+    if (!keys) return false;
+    for (size_t i = 0; i < elements; i++) keys[i] = (float)(ekv_normal(c) * (i % (size_t)kv.k_dim < 4 ? 3.0 : 0.3));
+    kv.k = kv.v = keys;
+    ekv_status status = ekv_index_create_on_host(c->context, &params, NULL, &host);
+    if (status == EKV_OK) status = ekv_sketch_find(c->context, host, ekv_statistics_kernels(c->context), &kv, NULL, TOKENS);
+    if (status == EKV_OK) status = ekv_index_save_basis(c->context, host, keys + elements, bytes);
+    if (status == EKV_OK) status = ekv_index_load_basis(c->context, p->index, keys + elements, bytes);
+    ekv_index_destroy(host);
+    return succeeded(c, status);
+}
+
+static bool find_basis(ekv_check *c, problem *p) {
+    placed d;
+    return place(c, p, &p->step, &d) &&
+           done(c, ekv_index_find_basis(c->context, p->index, &d.kv, at(c, p->table), p->lengths[0]));
 }
 
 static bool make_index(ekv_check *c, problem *p) {
@@ -309,16 +343,21 @@ static bool make_index(ekv_check *c, problem *p) {
     params.v_dim = p->kv.v_dim;
     params.page_size = p->kv.page_size;
     params.blocks = p->kv.blocks;
-    if (p->kv.page_size % EKV_SKETCH_GROUP == 0 && !c->on_device) params.statistics |= EKV_STATISTICS_SKETCH;
+    const bool sketch = p->kv.page_size % EKV_SKETCH_GROUP == 0, finite = c->value[AXIS_CONTENT] < HUGE_SCORES;
+    if (sketch) params.statistics |= EKV_STATISTICS_SKETCH;
     /* The library wants 64-byte alignment: at an end of its pages of memory the index has it. */
     const size_t bytes = (ekv_index_bytes(&params) + 63) / 64 * 64;
     const int placement = c->placement;
     c->placement = placement == 2 ? 0 : placement;
     char *memory = ekv_room_inout(c, "index", (int64_t)bytes, 1);
     c->placement = placement;
+    const bool basis = sketch && c->on_device && p->step.policy == EKV_POLICY_CERTIFIED && p->lengths[0] >= EKV_SKETCH_TRAINING;
     placed d;
-    return memory && place(c, p, &p->step, &d) &&
-           done(c, ekv_index_create(c->context, &params, at(c, memory), bytes, &p->index)) && run_update(c, p);
+    if (!memory || !place(c, p, &p->step, &d) || !done(c, ekv_index_create(c->context, &params, at(c, memory), bytes, &p->index)))
+        return false;
+    if (basis && !finite && (!place(c, p, &p->step, &d) || !load_basis(c, p) || !done(c, EKV_OK))) return false;
+    /* Finding one sketches the first sequence, and forgets what was sketched of others. */
+    return run_update(c, p, 0) && (!basis || !finite || (find_basis(c, p) && run_update(c, p, 1)));
 }
 
 /* ---- the reference's view of a row ---- */
@@ -699,6 +738,7 @@ static void check_policy(ekv_check *c, ekv_policy policy) {
     p->kv.v = p->v;
     make_tables(c, p);
     fill_memory(c, p);
+    p->step.policy = policy;
     if (make_index(c, p)) {
         set_step(c, p, policy, slopes);
         check_step(c, p);

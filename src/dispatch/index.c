@@ -55,21 +55,37 @@ size_t ekv_index_bytes(const ekv_index_params *params) {
 
 /* The memory of an index whose fields are filled in but for the arrays. */
 static ekv_status create_on_device(ekv_context *context, ekv_index *index, ekv_index **out) {
-    if (index->shape.statistics & EKV_STATISTICS_SKETCH) {
-        ekv_release(&context->allocator, index, sizeof *index);
-        return ekv_fail(context, EKV_ERROR_UNSUPPORTED, "params->statistics has SKETCH, which the cuda backend does not keep");
-    }
     ekv_index measure = {.shape = index->shape, .memory = index}; /* any address will do to find an offset */
     lay_out(&measure);
     const size_t counts_at = (size_t)((uintptr_t)measure.counts - (uintptr_t)measure.memory), counts_bytes = (size_t)index->shape.blocks * sizeof(uint16_t);
     index->on_device = true;
     index->device = ekv_cuda_device(context);
-    const ekv_status status = ekv_cuda_index_create(context, &index->memory, index->memory_bytes, index->owned, counts_at, counts_bytes);
+    ekv_status status = ekv_cuda_index_create(context, &index->memory, index->memory_bytes, index->owned, counts_at, counts_bytes);
     if (status != EKV_OK) {
         ekv_release(&context->allocator, index, sizeof *index);
         return status;
     }
     lay_out(index);
+    if (index->codes) status = ekv_device_sketch_create(context, index);
+    if (status != EKV_OK) return ekv_index_destroy(index), status;
+    *out = index;
+    return EKV_OK;
+}
+
+ekv_status ekv_index_create_on_host(ekv_context *context, const ekv_index_params *shape, void *memory, ekv_index **out) {
+    ekv_index measure = {.shape = *shape};
+    const size_t need = lay_out(&measure);
+    ekv_index *index = ekv_allocate(&context->allocator, sizeof *index);
+    if (!index) return ekv_fail(context, EKV_ERROR_OUT_OF_MEMORY, "out of memory: %zu bytes for the index", sizeof *index);
+    *index = (ekv_index){.shape = *shape, .allocator = context->allocator, .memory = memory, .memory_bytes = need, .owned = !memory};
+    if (!memory) index->memory = ekv_allocate(&context->allocator, need);
+    if (!index->memory) {
+        ekv_release(&context->allocator, index, sizeof *index);
+        return ekv_fail(context, EKV_ERROR_OUT_OF_MEMORY, "out of memory: %zu bytes for the index", need);
+    }
+    lay_out(index);
+    memset(index->counts, 0, (size_t)shape->blocks * sizeof *index->counts);
+    ekv_sketch_clear(index);
     *out = index;
     return EKV_OK;
 }
@@ -89,25 +105,17 @@ ekv_status ekv_index_create(ekv_context *context, const ekv_index_params *params
         return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "bytes is %zu, the index needs %zu", bytes, need);
     if (memory && (uintptr_t)memory % EKV_ALIGNMENT)
         return ekv_fail(context, EKV_ERROR_INVALID_ARGUMENT, "memory is %p, not aligned to %d bytes", memory, EKV_ALIGNMENT);
+    if (!context->cuda) return ekv_index_create_on_host(context, &shape, memory, out);
     ekv_index *index = ekv_allocate(&context->allocator, sizeof *index);
     if (!index) return ekv_fail(context, EKV_ERROR_OUT_OF_MEMORY, "out of memory: %zu bytes for the index", sizeof *index);
     *index = (ekv_index){.shape = shape, .allocator = context->allocator, .memory = memory, .memory_bytes = need, .owned = !memory};
-    if (context->cuda) return create_on_device(context, index, out);
-    if (!memory) index->memory = ekv_allocate(&context->allocator, need);
-    if (!index->memory) {
-        ekv_release(&context->allocator, index, sizeof *index);
-        return ekv_fail(context, EKV_ERROR_OUT_OF_MEMORY, "out of memory: %zu bytes for the index", need);
-    }
-    lay_out(index);
-    memset(index->counts, 0, (size_t)shape.blocks * sizeof *index->counts);
-    ekv_sketch_clear(index);
-    *out = index;
-    return EKV_OK;
+    return create_on_device(context, index, out);
 }
 
 void ekv_index_destroy(ekv_index *index) {
     if (!index) return;
     const ekv_allocator allocator = index->allocator;
+    ekv_index_destroy(index->mirror);
     if (index->owned && index->on_device)
         ekv_cuda_release(index->device, index->memory);
     else if (index->owned)

@@ -65,6 +65,7 @@ struct ekv_index {
     bool owned;
     bool on_device;                  /* memory is that of a CUDA device */
     int device;
+    ekv_index *mirror;               /* with a sketch: a host index that holds the basis (device_sketch.c) */
     size_t box_bytes, moments_bytes; /* per page and head, 0 when not kept */
     char *boxes, *moments;           /* [kv_heads][blocks] */
     float *norms;                    /* [2][kv_heads][blocks]: keys, then values (in device memory pairs, [kv_heads][blocks][2]) */
@@ -205,6 +206,16 @@ void ekv_sketch_reads(const ekv_index *index, int64_t *first, int64_t *end, int6
 ekv_status ekv_sketch_find(ekv_context *context, ekv_index *index, const ekv_kernels *kernels, const ekv_kv *kv,
                            const int32_t *block_table, int64_t length);
 
+/* ---- device_sketch.c: what the host does for a sketch in device memory; these wait for the device ---- */
+
+/* The number of 16-bit units of a key's sketch there. */
+static inline int32_t ekv_sketch_units(int32_t codes) { return (codes + EKV_SKETCH_NORMS + 3) / 4; }
+static inline bool ekv_device_basis(const ekv_index *index) { return index->mirror && index->mirror->bases[0].codes > 0; }
+/* The mirror and an empty sketch; sets index->mirror, which the caller destroys. */
+ekv_status ekv_device_sketch_create(ekv_context *context, ekv_index *index);
+ekv_status ekv_device_load_basis(ekv_context *context, ekv_index *index, const void *data, size_t bytes);
+ekv_status ekv_device_find_basis(ekv_context *context, ekv_index *index, const ekv_kv *kv, const int32_t *block_table, int64_t length);
+
 /* ---- basis.c ---- */
 
 /* Points a basis to the memory that the index has for it, as an empty one. */
@@ -216,6 +227,9 @@ bool ekv_basis_complete(const ekv_kernels *kernels, ekv_basis *basis, int32_t co
 int64_t ekv_basis_bytes(const ekv_basis *basis);
 
 /* ---- index.c ---- */
+
+/* An index in host memory, whatever the context's backend. */
+ekv_status ekv_index_create_on_host(ekv_context *context, const ekv_index_params *shape, void *memory, ekv_index **out);
 
 /* The kernels that keep statistics: the context's; the reference uses those of the best CPU backend, since all give the same bits. */
 const ekv_kernels *ekv_statistics_kernels(const ekv_context *context);

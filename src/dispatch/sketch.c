@@ -41,7 +41,10 @@ void ekv_sketch_lay_out(ekv_index *index, ekv_arena *arena) {
     index->stretch = ekv_ceil_div(STRETCH, s->page_size);
     index->sketch_bytes = (size_t)s->page_size * (size_t)(index->codes + EKV_SKETCH_NORMS) / 2;
     const size_t stretches = (size_t)ekv_index_stretches(index);
-    index->sketches = ekv_take(arena, heads * (size_t)s->blocks, index->sketch_bytes);
+    /* In device memory four numbers make a unit, which may leave a half of the last one empty. */
+    const size_t on_device = (size_t)s->page_size * 2 * (size_t)ekv_sketch_units(index->codes);
+    index->sketches = ekv_take(arena, heads * (size_t)s->blocks, on_device);
+    if (index->on_device) index->sketch_bytes = on_device;
     index->bases = ekv_take(arena, heads, sizeof *index->bases);
     index->rows = ekv_take(arena, heads * (size_t)ekv_sketch_axes(s->k_dim) * (size_t)s->k_dim, sizeof *index->rows);
     index->expanded = ekv_take(arena, heads * ekv_sketch_expanded(s->k_dim), sizeof(float));

@@ -212,6 +212,11 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
     return cudaSuccess;
 }
 
+cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int) {
+    *properties = {"emulated", (size_t)1 << 30, MAJOR, 0, PROCESSORS};
+    return cudaSuccess;
+}
+
 cudaError_t cudaMalloc(void **memory, size_t bytes) {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE), rounded = (bytes + 255) / 256 * 256;
     allocation *a = (allocation *)malloc(sizeof *a);
@@ -255,6 +260,13 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
     return cudaSuccess;
 }
 
+cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
+                              enum cudaMemcpyKind, cudaStream_t) {
+    protect(PROT_READ | PROT_WRITE);
+    for (size_t i = 0; i < height; i++) memcpy((char *)to + i * to_pitch, (const char *)from + i * from_pitch, width);
+    protect(PROT_NONE);
+    return cudaSuccess;
+}
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, enum cudaStreamCaptureStatus *status) {
     *status = cudaStreamCaptureStatusNone;

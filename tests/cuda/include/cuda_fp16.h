@@ -31,6 +31,11 @@ static inline __half __float2half_rn(float x) {
     const int count = (int)rintf(ldexpf(fabsf(x), -unit)); /* 2^11 carries into the exponent */
     return {(uint16_t)(sign | (((unit + 24) << 10) + count))};
 }
+static inline __half __float2half_ru(float x) {
+    const __half h = __float2half_rn(x);
+    if (!(__half2float(h) < x)) return h;
+    return {(uint16_t)(h.bits == 0x8000 ? 1 : h.bits & 0x8000 ? h.bits - 1 : h.bits + 1)};
+}
 static inline float2 __half22float2(__half2 h) { return {__half2float(h.x), __half2float(h.y)}; }
 
 #endif

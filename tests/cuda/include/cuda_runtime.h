@@ -22,6 +22,7 @@
 #define __device__
 #define __shared__ static
 #define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 
@@ -142,6 +143,12 @@ static inline float __uint_as_float(uint32_t x) { return emulated_value<float>(x
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __ffs(int x) { return __builtin_ffs(x); }
 static inline int __ffsll(long long x) { return __builtin_ffsll(x); }
+static inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+    const uint64_t bytes = (uint64_t)high << 32 | low;
+    unsigned result = 0;
+    for (int i = 0; i < 4; i++) result |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7u) & 255u) << 8 * i;
+    return result;
+}
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __double2float_rd(double x) {
@@ -158,5 +165,8 @@ static inline float __fadd_rd(float a, float b) {
     return lost < 0.0f ? nextafterf(s, -INFINITY) : s;
 }
 static inline float __fsub_rd(float a, float b) { return __fadd_rd(a, -b); }
+static inline float __fadd_ru(float a, float b) { return -__fadd_rd(-a, -b); }
+static inline float __fmul_ru(float a, float b) { return __double2float_ru((double)a * (double)b); }
+static inline float __fsub_ru(float a, float b) { return __fadd_ru(a, -b); }
 
 #endif

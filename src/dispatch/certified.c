@@ -25,7 +25,7 @@
 #define NEWEST_PAGES 4     /* read before anything else, with the first page */
 #define SAMPLE 64          /* keys that decisions are made from */
 #define SAMPLE_GROUPS 128  /* most sketch groups that they are chosen from, so that they hold what matters where that is rare */
-#define GROUP_TOKENS 1024  /* needed tokens for each of them, at least LEAST_GROUPS in all */
+#define GROUP_TOKENS 256   /* needed tokens for each of them, at least LEAST_GROUPS in all */
 #define LEAST_GROUPS 16
 #define LEAST_TOKENS 1024  /* fewer remaining tokens are read without further ado */
 #define PAYS 1.5           /* bytes that a level must save for each byte that it costs */
@@ -313,18 +313,12 @@ static uint16_t start_from(const ekv_row *row, int64_t stretch, double bias) {
  * The f32 score adds (K + 8) u |q| |k|, |k| <= |x| + |center|; if that could overflow, nothing is ruled out.
  * Entries are rounded up to whole steps, so that the integer sum is never below the real one:  bound <= origin + step (sum - 1).
  */
-static void build_table(const ekv_step *step, const ekv_item *item, ekv_row *row) {
+static void build_table(const ekv_step *step, const ekv_item *item, ekv_row *row, const double *rotated) {
     const ekv_index *index = step->index;
     const ekv_basis *basis = &index->bases[item->head];
     const int32_t dim = step->kv.k_dim, codes = basis->codes + EKV_SKETCH_NORMS;
-    double rotated[EKV_SKETCH_AXES], block_norm[EKV_SKETCH_NORMS], seen = 0.0;
-    for (int32_t a = 0; a < basis->axes; a++) {
-        float axis[EKV_MAX_DIM];
-        ekv_load_row_args load = {ekv_at(basis->rows, (int64_t)a * dim, EKV_F16), dim, 1.0f, axis};
-        step->kernels->load_row[EKV_F16](&load);
-        rotated[a] = dot(axis, row->q, dim);
-        seen += rotated[a] * rotated[a];
-    }
+    double block_norm[EKV_SKETCH_NORMS], seen = 0.0;
+    for (int32_t a = 0; a < basis->axes; a++) seen += rotated[a] * rotated[a];
     const double norm = norm_of_query(step, row);
     for (int b = 0; b < EKV_SKETCH_NORMS - 1; b++) {
         double squares = 0.0;
@@ -376,6 +370,20 @@ static void build_table(const ekv_step *step, const ekv_item *item, ekv_row *row
             row->table->entry[c * 16 + v] = (uint16_t)(whole + !(steps <= (double)whole));
         }
     for (int64_t s = 0; s < stretches; s++) row->start[s] = start_from(row, s, 0.0);
+}
+
+/* Those of all rows. */
+static void build_tables(const ekv_step *step, const ekv_item *item) {
+    const ekv_basis *basis = &step->index->bases[item->head];
+    const int32_t dim = step->kv.k_dim;
+    double rotated[EKV_ITEM_ROWS][EKV_SKETCH_AXES];
+    for (int32_t a = 0; a < basis->axes; a++) {
+        float axis[EKV_MAX_DIM];
+        ekv_load_row_args load = {ekv_at(basis->rows, (int64_t)a * dim, EKV_F16), dim, 1.0f, axis};
+        step->kernels->load_row[EKV_F16](&load);
+        for (int32_t r = 0; r < item->rows; r++) rotated[r][a] = dot(axis, item->row[r].q, dim);
+    }
+    for (int32_t r = 0; r < item->rows; r++) build_table(step, item, &item->row[r], rotated[r]);
 }
 
 /* The largest sum with which a token is ruled out at `cut`.  A sum of 0 always is. */
@@ -532,58 +540,70 @@ static void read_sample(const ekv_step *step, ekv_item *item, sample *s) {
     if (s->n) step->kernels->score[step->kv.dtype](&score); /* once more, since the lists leave out what is low */
 }
 
-/* Scores and how many tokens have each. */
-typedef struct mass_point {
-    double z, tokens;
-} mass_point;
+/* Scores, and how many tokens have each. */
+#define POINT_BINS 4 /* of a histogram, in one point */
+typedef struct mass_points {
+    int n;
+    float z[SAMPLE + EKV_BINS / POINT_BINS], tokens[SAMPLE + EKV_BINS / POINT_BINS];
+} mass_points;
 
 /* Sampled groups hold more tokens than were read: the others' scores are taken to lie as far below their bounds as those that were read
  * do on average. */
-static int guess_unread(const ekv_row *row, int32_t r, const sample *s, double above, mass_point *point) {
+static void guess_unread(const ekv_row *row, int32_t r, const sample *s, double above, mass_points *p) {
     const ekv_table *t = row->table;
     double gap = 0.0;
-    int n = 0;
     for (int i = 0; i < s->n; i++) gap += t->origin + t->step * (double)row->sum[s->at[i]] - (double)s->z[r * EKV_TILE + i];
-    for (int b = s->bin[r]; b >= 0; b--) {
-        const double z = t->origin + t->step * (b + 0.5) * EKV_BIN_WIDTH - gap / s->n;
+    for (int b = s->bin[r] / POINT_BINS * POINT_BINS; b >= 0; b -= POINT_BINS) {
+        const double z = t->origin + t->step * (b + 0.5 * POINT_BINS) * EKV_BIN_WIDTH - gap / s->n;
+        int tokens = 0;
         if (!(z > above)) break; /* NaN too */
-        if (t->histogram[b]) point[n++] = (mass_point){z, s->weight * t->histogram[b]};
+        for (int i = b; i < b + POINT_BINS && i <= s->bin[r]; i++) tokens += t->histogram[i];
+        p->z[p->n] = (float)z;
+        p->tokens[p->n] = (float)(s->weight * tokens);
+        p->n += tokens > 0;
     }
-    return n;
+}
+
+/* sum of tokens max(z - tau, 0)^power. */
+static float mass_above(const mass_points *p, float tau, int32_t power) {
+    float sum = 0.0f;
+    for (int j = 0; j < p->n; j++) {
+        const float t = p->z[j] > tau ? p->z[j] - tau : 0.0f;
+        float mass = p->tokens[j] * t;
+        if (power == 2)
+            mass *= t;
+        else
+            for (int32_t k = 1; k < power && mass > 1e-9f; k++) mass *= t;
+        sum += mass;
+    }
+    return sum;
 }
 
 /* An estimate of row r's final tau: every sampled token counted for all that it stands for; beta rounded up, which at most lowers it.
  * For decisions alone. */
 static double estimate_tau(const ekv_item *item, int32_t r, const sample *s) {
     const ekv_row *row = &item->row[r];
-    mass_point point[SAMPLE + EKV_BINS];
-    double top = -(double)INFINITY, low, high;
-    int n = 0;
+    mass_points p = {.n = 0};
+    float top = -INFINITY, low, high;
     for (int i = 0; i < s->n; i++) {
-        const double z = (double)s->z[r * EKV_TILE + i];
+        const float z = s->z[r * EKV_TILE + i];
         if (s->token[i] >= row->n) continue;
         if (z > top) top = z;
-        point[n++] = (mass_point){z, s->weight};
+        p.z[p.n] = z;
+        p.tokens[p.n++] = (float)s->weight;
     }
-    if (!(top > -(double)INFINITY) || !(top < (double)INFINITY)) return (double)row->cut;
-    if (s->groups > 0) n += guess_unread(row, r, s, top - 1.0, point + n);
-    low = top - 1.0;
+    if (!(top > -INFINITY) || !(top < INFINITY)) return (double)row->cut;
+    if (s->groups > 0) guess_unread(row, r, s, (double)top - 1.0, &p);
+    low = top - 1.0f;
     high = top;
-    for (int i = 0; i < 10; i++) {
-        const double tau = 0.5 * (low + high);
-        double sum = 0.0;
-        for (int j = 0; j < n; j++) {
-            const double t = point[j].z - tau;
-            double mass = t > 0.0 ? point[j].tokens * t : 0.0;
-            for (int32_t power = 1; power < row->power && mass > 1e-9; power++) mass *= t;
-            sum += mass;
-        }
-        if (sum >= 1.0)
+    for (int i = 0; i < 8; i++) {
+        const float tau = 0.5f * (low + high);
+        if (mass_above(&p, tau, row->power) >= 1.0f)
             low = tau;
         else
             high = tau;
     }
-    return low > (double)row->cut ? low : (double)row->cut;
+    return (double)(low > row->cut ? low : row->cut);
 }
 
 /* The share of the tokens in the sampled groups that the sketch cannot rule out at the estimates of tau. */
@@ -668,7 +688,7 @@ static void choose_levels(const ekv_step *step, ekv_item *item) {
     const double page_size = step->kv.page_size, key = (double)step->kv.k_dim * (double)ekv_element_bytes(step->kv.dtype);
     if ((double)pages * page_size < LEAST_TOKENS) return;
     if (has_basis(step, item) && (double)pages * page_size * key > 4.0 * (double)basis_bytes(step, item)) {
-        for (int32_t r = 0; r < item->rows; r++) build_table(step, item, &item->row[r]);
+        build_tables(step, item);
         item->bytes_sketch += basis_bytes(step, item);
         look_up_sample(step, item, pages, &s);
     }
@@ -872,9 +892,7 @@ void ekv_certify_round(const ekv_step *step, ekv_item *item, int32_t span) {
 
 /* ---- for tests ---- */
 
-void ekv_certify_tables(const ekv_step *step, ekv_item *item) {
-    for (int32_t r = 0; r < item->rows; r++) build_table(step, item, &item->row[r]);
-}
+void ekv_certify_tables(const ekv_step *step, ekv_item *item) { build_tables(step, item); }
 
 void ekv_certify_sums(const ekv_step *step, ekv_item *item) {
     const int32_t per_page = page_groups(step);

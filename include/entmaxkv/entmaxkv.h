@@ -60,7 +60,8 @@
  *   Same bits With one build and one backend list, outputs, selections and reports do not depend on the number of threads, on
  *             where the KV memory lies, or on which CPU backend ran (scalar, avx2, ...).  The `reference` backend is separate
  *             code in double precision and agrees within rounding only; it looks at keys where others look at an index.
- *             Builds with and without SLEEF differ in the last bits where exp, pow or the normal distribution enter: alpha = 1, alpha outside {4/3, 1.5, 2}, policy gaussian.
+ *             Builds with and without SLEEF differ in the last bits where exp, pow or the normal distribution enter: alpha = 1,
+ *             alpha outside {4/3, 1.5, 2}, policy gaussian.
  *   Device    What differs with the backend cuda stands under DEVICE MEMORY.
  *   NaN       A NaN or +infinity among the scores that a head reads makes that head's output and tau NaN and touches no other
  *             head (NaN or infinite keys always count as worth reading).  Unused slots of a page are never read.

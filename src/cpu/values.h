@@ -2,8 +2,8 @@
  * The weighted sum of value rows.
  *
  * The sum of one call starts from zero and is added to the running sum at its end, so that long sums are made of short ones and the
- * rounding error grows with the square root of their number.  VEC_SUMS (at least 2) vectors of sums stay in registers: of one row if there is one,
- * else each value is loaded once for two.
+ * rounding error grows with the square root of their number.  VEC_SUMS (at least 2) vectors of sums stay in registers: of one row if
+ * there is one, else each value is loaded once for two.
  */
 #ifndef EKV_VALUES_H
 #define EKV_VALUES_H

@@ -133,7 +133,8 @@ EKV_INLINE vs_table vs_table_of(const uint16_t *entries) {
     const __m128i mask = _mm_set1_epi16(255);
     vs_table t;
     for (int i = 0; i < 2; i++) {
-        const __m128i a = _mm_loadu_si128((const __m128i *)(entries + 16 * i)), b = _mm_loadu_si128((const __m128i *)(entries + 16 * i + 8));
+        const __m128i a = _mm_loadu_si128((const __m128i *)(entries + 16 * i));
+        const __m128i b = _mm_loadu_si128((const __m128i *)(entries + 16 * i + 8));
         t.low[i] = _mm_packus_epi16(_mm_and_si128(a, mask), _mm_and_si128(b, mask));
         t.high[i] = _mm_packus_epi16(_mm_srli_epi16(a, 8), _mm_srli_epi16(b, 8));
     }

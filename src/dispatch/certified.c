@@ -416,10 +416,9 @@ static void look_up(const ekv_step *step, const ekv_item *item, run *run) {
     for (int32_t r = 0; r < item->rows; r++) {
         const ekv_row *row = &item->row[r];
         for (int i = 0; i < run->n; i++) {
-            const int64_t first = run->first[i];
+            const int64_t first = run->first[i], last = ekv_min64(first + EKV_SKETCH_GROUP, row->n) - 1;
             const int32_t stretch = run->stretch[i];
-            start[r][i] = row->slope == 0.0f ? row->start[stretch]
-                                             : start_from(row, stretch, best_bias(row, first, ekv_min64(first + EKV_SKETCH_GROUP, row->n) - 1));
+            start[r][i] = row->slope == 0.0f ? row->start[stretch] : start_from(row, stretch, best_bias(row, first, last));
         }
         table[r] = row->table->entry;
         starts[r] = start[r];
@@ -733,7 +732,8 @@ static void leave_to_scan(const ekv_step *step, ekv_item *item) {
 
 /* What norms and boxes left: too little for the sketch, or all that it looks at. */
 static void settle(const ekv_step *step, ekv_item *item) {
-    for (int32_t s = 0; s < item->spans; s++) item->bytes_statistics += item->part[s].boxed * (int64_t)(step->index ? step->index->box_bytes : 0);
+    const int64_t box_bytes = step->index ? (int64_t)step->index->box_bytes : 0;
+    for (int32_t s = 0; s < item->spans; s++) item->bytes_statistics += item->part[s].boxed * box_bytes;
     if (item->use_boxes || (!item->use_sketch && item->needed_pages < item->pages)) /* else nothing new is ruled out worth a look */
         item->use_sketch &= find_needed(item) * step->kv.page_size >= LEAST_TOKENS;
     if (item->use_boxes || !item->use_sketch) item->bytes_sketch += item->bytes_sampled; /* otherwise they are looked up once more */
@@ -876,7 +876,8 @@ void ekv_certify_round(const ekv_step *step, ekv_item *item, int32_t span) {
     uint64_t needed[EKV_SPAN / 64] = {0};
     for (int32_t r = 0; r < item->rows; r++) {
         const ekv_row *row = &item->row[r];
-        const uint16_t limit = last && step->p.max_mass > 0.0 ? relaxed_limit(step, item, row, span, parts_of(item, row) + span) : row->take;
+        const bool relaxed = last && step->p.max_mass > 0.0;
+        const uint16_t limit = relaxed ? relaxed_limit(step, item, row, span, parts_of(item, row) + span) : row->take;
         ekv_above_args above = {row->sum + first, (n + EKV_SKETCH_GROUP - 1) / EKV_SKETCH_GROUP * EKV_SKETCH_GROUP, limit, needed};
         step->kernels->above(&above);
     }

@@ -25,7 +25,8 @@ static void check_lookup(ekv_check *c) {
     const int rows = c->value[0], codes = c->value[1], groups = c->value[2], content = c->value[3];
     c->unsupported = !c->table->lookup;
     if (c->unsupported) return;
-    const uint16_t **table = ekv_room_in(c, "table pointers", rows, sizeof *table), **start = ekv_room_in(c, "start pointers", rows, sizeof *start);
+    const uint16_t **table = ekv_room_in(c, "table pointers", rows, sizeof *table);
+    const uint16_t **start = ekv_room_in(c, "start pointers", rows, sizeof *start);
     uint16_t **sum = ekv_room_in(c, "sum pointers", rows, sizeof *sum);
     const uint8_t **group = ekv_room_in(c, "group pointers", groups, sizeof *group);
     uint8_t *codes_of[16];

@@ -503,7 +503,8 @@ static ekv_status run_query(ekv_context *context, const ekv_decode_params *param
     step.by_stages = true;
     status = begin(context, &step, &q->run);
     if (status != EKV_OK) return status;
-    if (!step.kernels) return ekv_reference_query(&step, q->run.items, q->run.plan.items, q->bounds, q->mean, q->deviation, q->selected, q->stride);
+    if (!step.kernels)
+        return ekv_reference_query(&step, q->run.items, q->run.plan.items, q->bounds, q->mean, q->deviation, q->selected, q->stride);
     while (next_wave(&q->run)) ekv_parallel(context, q->run.end - q->run.begin, query_item, q);
     return EKV_OK;
 }

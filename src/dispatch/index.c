@@ -57,7 +57,8 @@ size_t ekv_index_bytes(const ekv_index_params *params) {
 static ekv_status create_on_device(ekv_context *context, ekv_index *index, ekv_index **out) {
     ekv_index measure = {.shape = index->shape, .memory = index}; /* any address will do to find an offset */
     lay_out(&measure);
-    const size_t counts_at = (size_t)((uintptr_t)measure.counts - (uintptr_t)measure.memory), counts_bytes = (size_t)index->shape.blocks * sizeof(uint16_t);
+    const size_t counts_at = (size_t)((uintptr_t)measure.counts - (uintptr_t)measure.memory);
+    const size_t counts_bytes = (size_t)index->shape.blocks * sizeof(uint16_t);
     index->on_device = true;
     index->device = ekv_cuda_device(context);
     ekv_status status = ekv_cuda_index_create(context, &index->memory, index->memory_bytes, index->owned, counts_at, counts_bytes);

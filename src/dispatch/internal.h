@@ -2,11 +2,14 @@
  * What the files of src/dispatch share: the opaque types of the public header, error reporting, memory, tasks.
  *
  * This folder is the only code that knows which backends exist.  A decode step goes
- *      decode.c    validates the call once, cuts it into items and runs their stages
+ *      validate.c  checks the call once
+ *      decode.c    cuts it into items and runs their stages (step.h lists them)
  *      select.c    which pages each row reads
+ *      certified.c or, with policy certified, which tokens, by bounds from norms, boxes and sketches
  *      attend.c    scores, candidate lists, solution, values, output of one item
  *      mass.c      the bound E on what was not read
- * over the kernels of the chosen backend (entmaxkv/kernels.h), or through oracle.c for the backend `reference`.
+ * over the kernels of the chosen backend (entmaxkv/kernels.h), or through oracle.c for the backend `reference`.  What it reads is kept
+ * by cache.c (sequences and pages), index.c (statistics), sketch.c and basis.c (sketches); placement.c puts it on NUMA nodes.
  */
 #ifndef EKV_INTERNAL_H
 #define EKV_INTERNAL_H

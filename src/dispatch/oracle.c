@@ -45,7 +45,8 @@ static ekv_status solve_row(const ekv_step *step, const ekv_item *item, const ek
     const ekv_reference_problem problem = {
         .n = row->n, .page_size = step->kv.page_size, .k_dim = step->kv.k_dim, .v_dim = step->kv.v_dim, .dtype = step->kv.dtype,
         .keys = o->keys, .values = o->values, .q = o->q, .alpha = row->alpha, .scale = row->scale,
-        .slope = p->slopes ? (double)p->slopes[row->head] : 0.0, .policy = p->policy == EKV_POLICY_CERTIFIED ? EKV_POLICY_FULL : p->policy, .budget = p->budget,
+        .slope = p->slopes ? (double)p->slopes[row->head] : 0.0,
+        .policy = p->policy == EKV_POLICY_CERTIFIED ? EKV_POLICY_FULL : p->policy, .budget = p->budget,
         .first_pages = p->first_pages, .recent_tokens = p->recent_tokens, .gaussian_model = p->gaussian_model, .quantile = p->quantile,
         .margin_sigma = p->margin_sigma, .margin_fraction = p->margin_fraction,
         .page_mask = p->page_mask ? p->page_mask + ((int64_t)row->token * p->q_heads + row->head) * p->page_mask_stride : NULL};

@@ -716,7 +716,7 @@ START_TEST(bad_bases_are_refused) {
     expect_no_bases(model, "layer.0");
     case_note("the right size, but no basis");
     char header[300];
-    const int bytes = 16 + 4 * (16 + 8 + 240 + 24 * (4 + 4 + 64) + 64 * 4 + 64 * 64 * 2);
+    const int bytes = 16 + 4 * (16 + 8 + 240 + 20 * (4 + 4 + 64) + 64 * 4 + 64 * 64 * 2);
     snprintf(header, sizeof header,
              "{\"__metadata__\":{\"format\":\"entmaxkv-basis\"},\"layer.0\":{\"dtype\":\"U8\",\"shape\":[%d],"
              "\"data_offsets\":[0,%d]}}",

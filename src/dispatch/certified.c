@@ -372,8 +372,8 @@ static void build_table(const ekv_step *step, const ekv_item *item, ekv_row *row
     for (int64_t s = 0; s < stretches; s++) row->start[s] = start_from(row, s, 0.0);
 }
 
-/* Those of all rows. */
-static void build_tables(const ekv_step *step, const ekv_item *item) {
+/* Those of rows [begin, end). */
+static void build_tables(const ekv_step *step, const ekv_item *item, int32_t begin, int32_t end) {
     const ekv_basis *basis = &step->index->bases[item->head];
     const int32_t dim = step->kv.k_dim;
     double rotated[EKV_ITEM_ROWS][EKV_SKETCH_AXES];
@@ -381,9 +381,9 @@ static void build_tables(const ekv_step *step, const ekv_item *item) {
         float axis[EKV_MAX_DIM];
         ekv_load_row_args load = {ekv_at(basis->rows, (int64_t)a * dim, EKV_F16), dim, 1.0f, axis};
         step->kernels->load_row[EKV_F16](&load);
-        for (int32_t r = 0; r < item->rows; r++) rotated[r][a] = dot(axis, item->row[r].q, dim);
+        for (int32_t r = begin; r < end; r++) rotated[r][a] = dot(axis, item->row[r].q, dim);
     }
-    for (int32_t r = 0; r < item->rows; r++) build_table(step, item, &item->row[r], rotated[r]);
+    for (int32_t r = begin; r < end; r++) build_table(step, item, &item->row[r], rotated[r]);
 }
 
 /* The largest sum with which a token is ruled out at `cut`.  A sum of 0 always is. */
@@ -396,8 +396,9 @@ static uint16_t limit_at(const ekv_row *row, double cut) {
 static int64_t group_bytes(const ekv_step *step) { return (int64_t)(step->index->codes + EKV_SKETCH_NORMS) / 2 * EKV_SKETCH_GROUP; }
 static int32_t page_groups(const ekv_step *step) { return step->kv.page_size / EKV_SKETCH_GROUP; }
 
-/* Groups whose sketches are looked up together, for all rows; their sums lie together from `to` on. */
+/* Groups whose sketches are looked up together, for rows [begin, end); their sums lie together from `to` on. */
 typedef struct run {
+    int32_t begin, end;
     int n;
     int64_t to; /* in groups */
     int32_t page[RUN_GROUPS], first[RUN_GROUPS]; /* page, and first token */
@@ -413,7 +414,7 @@ static void look_up(const ekv_step *step, const ekv_item *item, run *run) {
     uint16_t start[EKV_ITEM_ROWS][RUN_GROUPS], *sum[EKV_ITEM_ROWS];
     const uint16_t *table[EKV_ITEM_ROWS], *starts[EKV_ITEM_ROWS];
     if (run->n == 0) return;
-    for (int32_t r = 0; r < item->rows; r++) {
+    for (int32_t r = run->begin; r < run->end; r++) {
         const ekv_row *row = &item->row[r];
         for (int i = 0; i < run->n; i++) {
             const int64_t first = run->first[i], last = ekv_min64(first + EKV_SKETCH_GROUP, row->n) - 1;
@@ -424,9 +425,10 @@ static void look_up(const ekv_step *step, const ekv_item *item, run *run) {
         starts[r] = start[r];
         sum[r] = row->sum + run->to * EKV_SKETCH_GROUP;
     }
-    ekv_lookup_args a = {table, item->rows, step->index->codes + EKV_SKETCH_NORMS, run->group, starts, run->n, sum};
+    ekv_lookup_args a = {table + run->begin, run->end - run->begin, step->index->codes + EKV_SKETCH_NORMS,
+                         run->group, starts + run->begin, run->n, sum + run->begin};
     step->kernels->lookup(&a);
-    for (int32_t r = 0; r < item->rows; r++) {
+    for (int32_t r = run->begin; r < run->end; r++) {
         const ekv_row *row = &item->row[r];
         if (row->slope == 0.0f && !item->use_boxes && row->pages == item->pages) continue; /* `needed` says it all */
         for (int i = 0; i < run->n; i++)
@@ -464,6 +466,7 @@ typedef struct sample {
     int groups;
     int32_t first[SAMPLE_GROUPS];
     int32_t at[SAMPLE];        /* of each key among those sums */
+    uint64_t chosen[SAMPLE_GROUPS * EKV_SKETCH_GROUP / 64]; /* a bit for each sum */
     int bin[EKV_ITEM_ROWS];    /* sums in higher bins are of keys that were read for the row */
 } sample;
 
@@ -477,13 +480,14 @@ static void spread_sample(const ekv_step *step, const ekv_item *item, int64_t pa
     s->weight = (double)(pages * step->kv.page_size) / s->n;
 }
 
-/* Looks up groups, evenly spread over the `pages` that are still needed. */
-static void look_up_sample(const ekv_step *step, ekv_item *item, int64_t pages, sample *s) {
+/* Looks up groups, evenly spread over the `pages` that are still needed, for rows [begin, end). */
+static void look_up_sample(const ekv_step *step, ekv_item *item, int64_t pages, sample *s, int32_t begin, int32_t end) {
     const int64_t tokens = pages * step->kv.page_size;
     const int64_t wanted = ekv_min64(ekv_max64(tokens / GROUP_TOKENS, LEAST_GROUPS), ekv_min64(SAMPLE_GROUPS, pages));
     const int64_t stretches = stretches_of(step, item);
     needed_pages at = {.all = pages};
-    run run = {0};
+    run run = {.begin = begin, .end = end};
+    s->groups = 0;
     for (int64_t i = 0; i < wanted; i++) {
         const int32_t p = needed_page(item, &at, (2 * i + 1) * pages / (2 * wanted)), within = (int32_t)(i % page_groups(step));
         if (!page_sketched(step, item, p, stretches) || ekv_page_tokens(step, item->n, p) < step->kv.page_size) continue;
@@ -491,19 +495,19 @@ static void look_up_sample(const ekv_step *step, ekv_item *item, int64_t pages, 
         s->first[s->groups++] = p * step->kv.page_size + within * EKV_SKETCH_GROUP;
     }
     look_up(step, item, &run);
-    for (int32_t r = 0; r < item->rows; r++) /* what the row does not see */
+    for (int32_t r = begin; r < end; r++) /* what the row does not see */
         for (int g = s->groups - 1; g >= 0 && s->first[g] + EKV_SKETCH_GROUP > item->row[r].n; g--)
             for (int t = 0; t < EKV_SKETCH_GROUP; t++)
                 if (s->first[g] + t >= item->row[r].n) item->row[r].sum[g * EKV_SKETCH_GROUP + t] = 0;
     item->bytes_sampled = s->groups * group_bytes(step);
 }
 
-/* Chooses the keys whose sums are the highest, the same number for every row. */
-static void choose_sample(const ekv_step *step, const ekv_item *item, sample *s) {
+/* Adds the keys whose sums are the highest for rows [begin, end), the same number for every row. */
+static void choose_sample(const ekv_step *step, const ekv_item *item, sample *s, int32_t begin, int32_t end) {
     enum { WORDS = SAMPLE_GROUPS * EKV_SKETCH_GROUP / 64 };
     uint64_t chosen[WORDS] = {0};
     const int n = s->groups * EKV_SKETCH_GROUP, wanted = SAMPLE / item->rows;
-    for (int32_t r = 0; r < item->rows; r++) {
+    for (int32_t r = begin; r < end; r++) {
         const ekv_row *row = &item->row[r];
         uint16_t *histogram = row->table->histogram;
         uint64_t high[WORDS] = {0};
@@ -517,26 +521,31 @@ static void choose_sample(const ekv_step *step, const ekv_item *item, sample *s)
             for (; high[w] && left > 0; high[w] &= high[w] - 1, left--) chosen[w] |= high[w] & (~high[w] + 1);
         s->bin[r] = bin;
     }
-    for (int w = 0; w * 64 < n; w++)
-        for (uint64_t mask = chosen[w]; mask; mask &= mask - 1) {
+    for (int w = 0; w * 64 < n; w++) {
+        uint64_t mask = chosen[w] & ~s->chosen[w];
+        s->chosen[w] |= mask;
+        for (; mask; mask &= mask - 1) {
             const int i = w * 64 + lowest_bit(mask);
             s->at[s->n] = i;
             s->token[s->n++] = s->first[i / EKV_SKETCH_GROUP] + i % EKV_SKETCH_GROUP;
         }
+    }
 }
 
-static void read_sample(const ekv_step *step, ekv_item *item, sample *s) {
+/* Reads those from `from` on; then every row's cut is raised. */
+static void read_sample(const ekv_step *step, ekv_item *item, sample *s, int from) {
     const void *keys[EKV_TILE];
     reader rd;
     reader_begin(item, &rd);
     for (int i = 0; i < s->n; i++) {
         const int32_t token = s->token[i], page_size = step->kv.page_size;
-        read_mask(step, item, &rd, token / 64 * 64, UINT64_C(1) << token % 64);
+        if (i >= from) read_mask(step, item, &rd, token / 64 * 64, UINT64_C(1) << token % 64);
         keys[i] = ekv_key(&step->kv, ekv_block(item, token / page_size), token % page_size, item->head);
     }
     reader_flush(step, item, &rd);
     ekv_score_args score = {rd.q, rd.slope, rd.q_token, item->rows, keys, s->token, s->n, step->kv.k_dim, s->z, NULL, 0};
     if (s->n) step->kernels->score[step->kv.dtype](&score); /* once more, since the lists leave out what is low */
+    for (int32_t r = 0; r < item->rows; r++) raise_cut(step, item, &item->row[r]);
 }
 
 /* Scores, and how many tokens have each. */
@@ -578,9 +587,9 @@ static float mass_above(const mass_points *p, float tau, int32_t power) {
     return sum;
 }
 
-/* An estimate of row r's final tau: every sampled token counted for all that it stands for; beta rounded up, which at most lowers it.
- * For decisions alone. */
-static double estimate_tau(const ekv_item *item, int32_t r, const sample *s) {
+/* An estimate of row r's final tau: every sampled token counted for all that it stands for, those that were not read as well if their
+ * bounds are known; beta rounded up, which at most lowers it.  For decisions alone. */
+static double estimate_tau(const ekv_item *item, int32_t r, const sample *s, bool bounds) {
     const ekv_row *row = &item->row[r];
     mass_points p = {.n = 0};
     float top = -INFINITY, low, high;
@@ -592,10 +601,10 @@ static double estimate_tau(const ekv_item *item, int32_t r, const sample *s) {
         p.tokens[p.n++] = (float)s->weight;
     }
     if (!(top > -INFINITY) || !(top < INFINITY)) return (double)row->cut;
-    if (s->groups > 0) guess_unread(row, r, s, (double)top - 1.0, &p);
+    if (bounds) guess_unread(row, r, s, (double)top - 1.0, &p);
     low = top - 1.0f;
     high = top;
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < 10; i++) {
         const float tau = 0.5f * (low + high);
         if (mass_above(&p, tau, row->power) >= 1.0f)
             low = tau;
@@ -605,12 +614,12 @@ static double estimate_tau(const ekv_item *item, int32_t r, const sample *s) {
     return (double)(low > row->cut ? low : row->cut);
 }
 
-/* The share of the tokens in the sampled groups that the sketch cannot rule out at the estimates of tau. */
-static double surviving_share(const ekv_step *step, const ekv_item *item, const sample *s, const double *tau) {
+/* The share of the tokens in the sampled groups that the sketch cannot rule out for rows [0, end) at the estimates of tau. */
+static double surviving_share(const ekv_step *step, const ekv_item *item, const sample *s, const double *tau, int32_t end) {
     uint64_t needed[SAMPLE_GROUPS * EKV_SKETCH_GROUP / 64] = {0};
     const int n = s->groups * EKV_SKETCH_GROUP;
     int survivors = 0;
-    for (int32_t r = 0; r < item->rows; r++) {
+    for (int32_t r = 0; r < end; r++) {
         ekv_above_args above = {item->row[r].sum, n, limit_at(&item->row[r], tau[r]), needed};
         step->kernels->above(&above);
     }
@@ -679,35 +688,49 @@ static bool has_basis(const ekv_step *step, const ekv_item *item) {
     return step->index->codes && step->index->bases[item->head].codes > 0;
 }
 
+/* Bytes saved for a token of a needed page by looking its sketch up, if so large a share of the tokens remains. */
+static double saved_by_sketch(const ekv_step *step, double share) {
+    const double key = (double)step->kv.k_dim * (double)ekv_element_bytes(step->kv.dtype);
+    return key * (1.0 - share) - PAYS * (double)step->index->sketch_bytes / step->kv.page_size;
+}
+
+/* Whether the sketch pays, from a sample: of many rows first for one alone, since what remains for all is no less.  Returns the share of
+ * the tokens that remains, and estimates of the rows' tau. */
+static bool sketch_pays(const ekv_step *step, ekv_item *item, int64_t pages, sample *s, double *tau, double *share) {
+    int32_t end = item->rows < 4 ? item->rows : 1, begin = 0;
+    for (;; begin = end, end = item->rows) {
+        const int from = s->n;
+        build_tables(step, item, begin, end);
+        look_up_sample(step, item, pages, s, begin, end);
+        if (s->groups == 0) return false;
+        s->weight = (double)(pages * step->kv.page_size) / (s->groups * EKV_SKETCH_GROUP);
+        choose_sample(step, item, s, begin, end);
+        read_sample(step, item, s, from);
+        for (int32_t r = 0; r < item->rows; r++) tau[r] = estimate_tau(item, r, s, r < end);
+        *share = surviving_share(step, item, s, tau, end);
+        if (saved_by_sketch(step, *share) <= 0.0) return false;
+        if (end == item->rows) return true;
+    }
+}
+
 /* Decides which of boxes and sketch pay for what the norms left. */
 static void choose_levels(const ekv_step *step, ekv_item *item) {
-    sample s = {.n = 0, .groups = 0};
-    double tau[EKV_ITEM_ROWS];
+    sample s = {.n = 0};
+    double tau[EKV_ITEM_ROWS], share = 1.0;
     const int64_t pages = find_needed(item);
     const double page_size = step->kv.page_size, key = (double)step->kv.k_dim * (double)ekv_element_bytes(step->kv.dtype);
     if ((double)pages * page_size < LEAST_TOKENS) return;
     if (has_basis(step, item) && (double)pages * page_size * key > 4.0 * (double)basis_bytes(step, item)) {
-        build_tables(step, item);
         item->bytes_sketch += basis_bytes(step, item);
-        look_up_sample(step, item, pages, &s);
+        item->use_sketch = sketch_pays(step, item, pages, &s, tau, &share);
     }
-    if (s.groups > 0) {
-        choose_sample(step, item, &s);
-        s.weight = (double)pages * page_size / (s.groups * EKV_SKETCH_GROUP);
-    } else {
+    if (s.groups == 0) {
         spread_sample(step, item, pages, &s);
+        read_sample(step, item, &s, 0);
+        for (int32_t r = 0; r < item->rows; r++) tau[r] = estimate_tau(item, r, &s, false);
     }
-    read_sample(step, item, &s);
-    for (int32_t r = 0; r < item->rows; r++) {
-        raise_cut(step, item, &item->row[r]);
-        tau[r] = estimate_tau(item, r, &s);
-    }
-    double token_cost = key; /* bytes for a token of a needed page */
-    if (s.groups > 0) {
-        const double sketch = (double)step->index->sketch_bytes / page_size, share = surviving_share(step, item, &s, tau);
-        item->use_sketch = key * (1.0 - share) > PAYS * sketch;
-        if (item->use_sketch) token_cost = sketch + share * key;
-    }
+    /* bytes for a token of a needed page */
+    const double token_cost = item->use_sketch ? (double)step->index->sketch_bytes / page_size + share * key : key;
     item->use_boxes = step->index->box_bytes && boxed_share(step, item, pages, tau) * page_size * token_cost >
                                                     PAYS * (double)step->index->box_bytes;
 }
@@ -772,7 +795,7 @@ void ekv_certify_sketch(const ekv_step *step, ekv_item *item, int32_t span) {
     const int32_t per_page = page_groups(step);
     const int64_t stretches = stretches_of(step, item);
     int32_t page = (int32_t)(first_group(span) / per_page), within = (int32_t)(first_group(span) % per_page);
-    run run = {0};
+    run run = {.end = item->rows};
     for (int64_t group = first_group(span); group < end_group(item, span); group++) {
         if (!item->needed[page])
             for (int32_t r = 0; r < item->rows; r++) fill_sums(&item->row[r], group, 0);
@@ -893,11 +916,11 @@ void ekv_certify_round(const ekv_step *step, ekv_item *item, int32_t span) {
 
 /* ---- for tests ---- */
 
-void ekv_certify_tables(const ekv_step *step, ekv_item *item) { build_tables(step, item); }
+void ekv_certify_tables(const ekv_step *step, ekv_item *item) { build_tables(step, item, 0, item->rows); }
 
 void ekv_certify_sums(const ekv_step *step, ekv_item *item) {
     const int32_t per_page = page_groups(step);
-    run run = {0};
+    run run = {.end = item->rows};
     for (int64_t group = 0; group * EKV_SKETCH_GROUP < item->n; group++)
         if (page_sketched(step, item, group / per_page, stretches_of(step, item)))
             run_add(step, item, &run, (int32_t)(group / per_page), (int32_t)(group % per_page), group);

@@ -456,7 +456,7 @@ static int64_t basis_bytes(const ekv_step *step, const ekv_item *item) {
 
 /* ---- the sample ---- */
 
-/* Sampled keys, ascending, and how many tokens each stands for. */
+/* Sampled keys, and how many tokens each stands for. */
 typedef struct sample {
     int n;
     int32_t token[SAMPLE];

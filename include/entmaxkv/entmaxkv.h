@@ -153,10 +153,11 @@ typedef enum ekv_gaussian_model {
 } ekv_gaussian_model;
 
 /* Page statistics, a set of flags.  Memory per page and KV head, with D = k_dim and e the bytes of an element:
- * BOX 2*D*e; GAUSSIAN 2*D*2 for f16 keys, else 2*D*4; NORMS 8; SKETCH page_size * (3*D/16 + 2 or 3), and per KV head once a basis of at
- * most 640*D + 36,000 bytes, of which a step reads at most 128*D + 8,000, and one center of 4*D bytes for every 1,024 tokens.  The
- * basis is found from 2,048 tokens, evenly spread over the first sequence that has so many, or loaded (ekv_index_load_basis); until
- * there is one nothing is sketched.  (Backend cuda: it is loaded, or found when ekv_index_find_basis is called.) */
+ * BOX 2*D*e; GAUSSIAN 2*D*2 for f16 keys, else 2*D*4; NORMS 8; SKETCH page_size * (5*D/32 + 2 to 4), at least 6 a token, and per KV
+ * head once a basis of at most 640*D + 36,000 bytes, of which a step reads at most 128*D + 8,000, and one center of 4*D bytes for every
+ * 1,024 tokens.  The basis is found from 2,048 tokens, evenly spread over the first sequence that has so many, or loaded
+ * (ekv_index_load_basis); until there is one nothing is sketched.  (Backend cuda: it is loaded, or found when ekv_index_find_basis is
+ * called.) */
 enum ekv_statistics {
     EKV_STATISTICS_BOX = 1,      /* per-dimension minimum and maximum: bounds for topk and for E */
     EKV_STATISTICS_GAUSSIAN = 2, /* per-dimension mean and standard deviation */
@@ -361,9 +362,8 @@ EKV_API ekv_status ekv_index_invalidate(ekv_context *context, ekv_index *index, 
  *   ekv_index_load_basis    before the first token: EKV_ERROR_INVALID_ARGUMENT while the index knows any page.  A basis that it has
  *                           already is replaced.  From then on tokens are sketched from the first one.
  *   ekv_index_find_basis    finds the basis anew from 2,048 tokens, evenly spread over a sequence of `length` >= 2,048 tokens (backend
- *                           cuda: its first), and
- *                           sketches this sequence with it.  All other pages count as not sketched until their next update.  On any
- *                           error the old basis stays.  Reads the sequence's keys twice.
+ *                           cuda: its first), and sketches this sequence with it.  All other pages count as not sketched until
+ *                           their next update.  On any error the old basis stays.  Reads the sequence's keys twice.
  * Threads: loading and finding as ekv_index_update, saving as ekv_decode. */
 EKV_API size_t ekv_index_basis_bytes(const ekv_index *index);
 EKV_API ekv_status ekv_index_save_basis(ekv_context *context, const ekv_index *index, void *data, size_t bytes);
